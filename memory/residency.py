@@ -1,0 +1,195 @@
+"""Tensors over memory that somebody else owns: an alias whose death is reported, and what a released weight shows.
+
+Note [Lifetime of an alias]
+    A slot's memory belongs to an arena. `alias` makes a tensor over it that has a *storage of its own*, so torch's and
+    numpy's reference counts answer the only question that matters: may the slot be reused? Views, `detach()`, `.data`,
+    `Parameter`, `numpy()`, `untyped_storage()` and tensors saved by autograd all hold the storage. When the last of
+    them dies, `on_death` runs on whichever thread dropped it, possibly inside the garbage collector, possibly while
+    that thread holds a lock of ours. It may therefore only append to a `collections.deque` (atomic, takes no lock); the
+    executor drains it. A raw pointer is not protected, and neither is the memory itself: the arena must outlive every
+    alias, so its owner closes it only after all of them were reported dead.
+    On a GPU this is host time: kernels may still read the slot. Events are recorded when the queue is drained.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+BLOCK_NBYTES = 2 << 20  # physical memory behind a placeholder, up to MAX_MAPPINGS of them
+MAX_MAPPINGS = 8192  # Linux allows 65530 per process (vm.max_map_count); stay far below
+
+
+def alias(address: int, nbytes: int, torch_device: torch.device, on_death: Callable[[], None]) -> torch.Tensor:
+    """Return a uint8 tensor of shape `(nbytes,)` over foreign memory, with a storage of its own.
+
+    `on_death` runs once, when the last tensor, array or storage aliasing it has died: see Note [Lifetime of an alias]
+    for what it may do. It must not hold the tensor, directly or through an object, or that never happens. The caller
+    owns the memory and keeps it mapped until then.
+    """
+    assert nbytes > 0, f"an alias needs at least one byte, got {nbytes=}"
+    if torch_device.type == "cpu":
+        owner = _Memory(address, nbytes)
+        # atexit=False: at interpreter shutdown nobody is left to drain the queue.
+        weakref.finalize(owner, on_death).atexit = False
+        return torch.from_numpy(np.asarray(owner))
+    return alias_dlpack(address, nbytes, torch_device, on_death)
+
+
+class _Memory:
+    """A range of memory in numpy's array interface. The arrays made from it hold it, so its death is theirs."""
+
+    __slots__ = ("__array_interface__", "__weakref__")
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
+
+
+# DLPack 0.x as torch imports it: https://dmlc.github.io/dlpack/latest/c_api.html
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("dtype_code", ctypes.c_uint8),
+        ("dtype_bits", ctypes.c_uint8),
+        ("dtype_lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),  # null: contiguous
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+class _DLManagedTensor(ctypes.Structure):
+    _fields_: ClassVar = [("dl_tensor", _DLTensor), ("manager_ctx", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
+
+
+_KDL_UINT = 1
+_KDL_DEVICE = {"cpu": 1, "cuda": 10 if torch.version.hip else 2, "xpu": 14}
+
+# What the C side points to, by the address of its DLManagedTensor, until the deleter has run.
+_exported: dict[int, tuple[_DLManagedTensor, Any, Callable[[], None]]] = {}
+
+
+def _forget(managed: int, exported: dict[int, Any] = _exported) -> None:
+    # Called by torch's storage deleter on any thread; ctypes takes the GIL around it. dict.pop of an int is atomic.
+    # `exported` is bound here because a tensor may die after this module's globals were cleared at shutdown.
+    _, _, on_death = exported.pop(managed)
+    on_death()
+
+
+_deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_forget)
+# For the same reason C must find the function for ever: never free it.
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_deleter))
+
+_new_capsule = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype = ctypes.py_object
+_new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+_CAPSULE_NAME = b"dltensor"  # the capsule keeps the pointer, so this object must stay
+
+
+def alias_dlpack(address: int, nbytes: int, torch_device: torch.device, on_death: Callable[[], None]) -> torch.Tensor:
+    """Do what `alias` does for a device numpy cannot address, through a DLPack capsule. Works on the CPU as well."""
+    device_id = max(torch.empty(0, device=torch_device).get_device(), 0)  # "cuda" means the current one; -1 is the CPU
+    shape = (ctypes.c_int64 * 1)(nbytes)
+    tensor = _DLTensor(
+        data=address,
+        device_type=_KDL_DEVICE[torch_device.type],
+        device_id=device_id,
+        ndim=1,
+        dtype_code=_KDL_UINT,
+        dtype_bits=8,
+        dtype_lanes=1,
+        shape=shape,
+    )
+    managed = _DLManagedTensor(dl_tensor=tensor, deleter=ctypes.cast(_deleter, ctypes.c_void_p).value)
+    key = ctypes.addressof(managed)
+    _exported[key] = (managed, shape, on_death)
+    try:
+        imported: torch.Tensor = torch.utils.dlpack.from_dlpack(_new_capsule(key, _CAPSULE_NAME, None))
+    except BaseException:
+        _exported.pop(key, None)  # torch took no ownership, so nobody will call the deleter
+        raise
+    return imported
+
+
+class Placeholder:
+    """What a released parameter points at: a region of NaN that looks like any tensor up to `nbytes` and owns 2 MiB.
+
+    One block of 0xFF bytes is mapped read-only again and again over a virtual region as large as the largest tensor, so
+    every tensor has its true shape, strides and contiguity, reads NaN in every float format (-1 in signed integers),
+    and a stray write faults (SIGSEGV) instead of corrupting the heap. Once read, RSS counts the block once per mapping;
+    PSS and the cgroup count it once. A GPU has no such mapping through torch: there the tensors are one element with
+    0 strides, and a write is caught only by the optimizer guard.
+
+    The tensors hold the region. It is unmapped when they and this object are gone.
+    """
+
+    def __init__(self, nbytes: int, torch_device: torch.device | None = None) -> None:
+        self.torch_device = torch_device or torch.device("cpu")
+        self.nbytes = max(nbytes, 16)
+        if self.torch_device.type == "cpu":
+            self._base = torch.from_numpy(np.asarray(_map_repeated_block(self.nbytes)))
+        else:
+            self._base = torch.full((16,), 0xFF, dtype=torch.uint8, device=self.torch_device)
+        self.address = self._base.data_ptr()
+
+    def tensor(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor of that geometry; not a view of anything, with a version counter of its own."""
+        if self.torch_device.type != "cpu":
+            stride = [0] * len(shape)
+        empty = torch.empty(0, dtype=dtype, device=self.torch_device)
+        return empty.set_(self._base.untyped_storage(), 0, tuple(shape), tuple(stride))
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Say whether `tensor` is, or is a view of, one of these placeholders."""
+        return tensor.device == self._base.device and tensor.untyped_storage().data_ptr() == self.address
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_longlong]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
+
+
+def _map_repeated_block(nbytes: int) -> _Memory:
+    """Map one read-only block of 0xFF over `nbytes` of address space; unmapped when the returned object dies."""
+    block_nbytes = BLOCK_NBYTES
+    while nbytes > block_nbytes * MAX_MAPPINGS:
+        block_nbytes *= 2
+    region_nbytes = -(-nbytes // block_nbytes) * block_nbytes
+    fd = os.memfd_create("hetero-placeholder", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, block_nbytes)
+        piece = b"\xff" * BLOCK_NBYTES
+        for offset in range(0, block_nbytes, BLOCK_NBYTES):
+            os.pwrite(fd, piece, offset)
+        reserve = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        start = _mmap(None, region_nbytes, 0, reserve, -1)
+        memory = _Memory(start, nbytes)
+        weakref.finalize(memory, _libc.munmap, start, region_nbytes).atexit = False
+        for offset in range(0, region_nbytes, block_nbytes):
+            _mmap(start + offset, block_nbytes, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, fd)
+    finally:
+        os.close(fd)  # the mappings keep the block
+    return memory
+
+
+def _mmap(address: int | None, nbytes: int, protection: int, flags: int, fd: int) -> int:
+    start = _libc.mmap(address, nbytes, protection, flags, fd, 0)
+    if start is None or start == ctypes.c_void_p(-1).value:
+        error_number = ctypes.get_errno()
+        raise OSError(error_number, f"cannot map {nbytes} bytes for a placeholder: {os.strerror(error_number)}")
+    return int(start)
