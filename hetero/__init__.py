@@ -23,7 +23,7 @@ _EXPORTS = {
     "IOEngineError": "hetero.io.errors",
 }
 
-__all__ = ["__version__", *_EXPORTS]  # noqa: PLE0604
+__all__ = ["__version__", *_EXPORTS]
 
 
 def __getattr__(name: str) -> Any:
