@@ -61,9 +61,9 @@ KEEPERS: dict[str, Callable[[torch.Tensor], object]] = {
     "parameter_data": lambda t: _assign_data(t.view(torch.float32)),
     "numpy": lambda t: t.numpy(),
     "numpy_view": lambda t: t.numpy()[3:9],
-    "memoryview": lambda t: memoryview(t.numpy()),
+    "memoryview": lambda t: t.numpy().data,
     "storage": lambda t: t.untyped_storage(),
-    "dlpack": lambda t: torch.utils.dlpack.to_dlpack(t),
+    "dlpack": lambda t: t.__dlpack__(),
     "saved_by_autograd": lambda t: torch.ones(1024, requires_grad=True) * t.view(torch.float32),
 }
 
