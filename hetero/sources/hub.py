@@ -1,0 +1,59 @@
+"""From what the user said to a path on this machine: an existing path, or the hub's cache of an id."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from hetero.io.errors import ConfigError
+from hetero.sources.skeleton import first_line
+
+_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_GGUF_ID = re.compile(r"([\w.-]+/[\w.-]+)/(.+\.gguf)")
+_SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "chat_templates/*"]
+_INDEX = "model.safetensors.index.json"
+
+
+def locate(path_or_id: str | os.PathLike[str], *, revision: str | None, trust_remote_code: bool) -> Path:
+    """Return an existing path as it is, else download what a hub id needs (or find it in the cache).
+
+    `owner/name` is a repository of safetensors, `owner/name/file.gguf` one file of a repository.
+    """
+    path = Path(path_or_id).expanduser()
+    if path.exists():
+        return path
+    text = os.fspath(path_or_id)
+    gguf = _GGUF_ID.fullmatch(text)
+    if path.is_absolute() or not (gguf or _ID.fullmatch(text)):
+        raise ConfigError(f"{text!r} does not exist, and is not a hub id (owner/name) either")
+    try:
+        from huggingface_hub import hf_hub_download
+
+        if gguf:
+            return Path(hf_hub_download(gguf[1], gguf[2], revision=revision))
+        return _snapshot(text, revision=revision, code=trust_remote_code)
+    except ImportError as error:
+        raise ConfigError(f"{text!r} does not exist; for hub ids install hetero[hf]") from error
+    except (OSError, ValueError) as error:  # the hub client's errors derive from these
+        raise ConfigError(
+            f"{text!r} is neither an existing path nor a model in the hub cache, and was not downloaded: "
+            f"{first_line(error)}"
+        ) from error
+
+
+def _snapshot(repo_id: str, *, revision: str | None, code: bool) -> Path:
+    """Fetch the small files, then exactly the weight files the index names (other copies may lie beside them)."""
+    from huggingface_hub import snapshot_download
+
+    def fetch(patterns: list[str]) -> Path:
+        options: dict[str, Any] = {"revision": revision, "allow_patterns": patterns}
+        return Path(snapshot_download(repo_id, **options))
+
+    folder = fetch(_SMALL_FILES + (["*.py"] if code else []))
+    if (folder / _INDEX).is_file():
+        weight_map = json.loads((folder / _INDEX).read_text(encoding="utf-8")).get("weight_map", {})
+        return fetch(sorted(set(weight_map.values())))
+    return fetch(["model.safetensors"])
