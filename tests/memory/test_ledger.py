@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
+import time
 
 import pytest
 from hypothesis import given
@@ -116,6 +117,14 @@ def test_any_sequence_equals_a_plain_model(operations: list[tuple[str, int, bool
         assert {k: v for k, v in ledger.holders("cpu").items() if v} == {k: v for k, v in held.items() if v}
 
 
+class SlowInt(int):
+    """A size whose addition lets other threads run, so that a check outside the lock is caught."""
+
+    def __radd__(self, other: int) -> int:
+        time.sleep(0)
+        return int(other) + int(self)
+
+
 def test_threads_never_exceed_the_limit() -> None:
     limit, worst, num_events = 1000, [0], [0]
 
@@ -131,14 +140,14 @@ def test_threads_never_exceed_the_limit() -> None:
         generator, mine = random.Random(seed), 0
         try:
             for _ in range(400):
-                nbytes = generator.randrange(0, 300)
+                nbytes = SlowInt(generator.randrange(0, 300))
                 if generator.random() < 0.5 and mine >= nbytes:
                     ledger.give("cpu", f"t{seed}", nbytes)
                     mine -= nbytes
                     continue
                 try:
                     ledger.take("cpu", f"t{seed}", nbytes)
-                    mine += nbytes
+                    mine += int(nbytes)
                 except OutOfMemoryError:
                     num_refused[0] += 1
             ledger.give("cpu", f"t{seed}", mine)
