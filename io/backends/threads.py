@@ -1,0 +1,161 @@
+"""Blocking preadv/pwritev in a few threads: the same semantics where a kernel or a sandbox refuses io_uring."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import heapq
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hetero.io.arena import PAGE_NBYTES
+from hetero.io.backends.base import Block, Completion
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One thread and what it is doing. Written by its thread; read by the watchdog under the backend's lock."""
+
+    slot_address: int
+    block: Block | None = None
+    progress_ns: int = 0
+    cpu_s: float = 0.0
+    thread: threading.Thread | None = field(default=None, repr=False)
+
+
+class ThreadsBackend:
+    """Each lane is a daemon thread: it takes the lowest (priority, block_id) block and waits for it without the GIL."""
+
+    name = "threads"
+    direct = True
+
+    def __init__(self, num_lanes: int, bounce_address: int, slot_nbytes: int) -> None:
+        self.num_lanes = num_lanes
+        self._changed = threading.Condition()
+        self._waiting: list[tuple[int, int, Block]] = []  # a heap
+        self._finished: deque[Completion] = deque()
+        self._stopping = False
+        self._abandoned = False
+        self._closed = False
+        self._done_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._poll = select.poll()
+        self._poll.register(self._done_fd, select.POLLIN)
+        self._lanes = [_Lane(bounce_address + i * slot_nbytes) for i in range(num_lanes)]
+        for i, lane in enumerate(self._lanes):
+            lane.thread = threading.Thread(target=self._run, args=(lane,), name=f"hetero-io-{i}", daemon=True)
+            lane.thread.start()
+
+    def push(self, blocks: Sequence[Block]) -> None:
+        with self._changed:
+            for block in blocks:
+                heapq.heappush(self._waiting, (block.priority, block.block_id, block))
+            self._changed.notify(len(blocks))
+
+    def withdraw(self, priority: int, first_id: int, last_id: int, *, unless_started: bool) -> list[int]:
+        with self._changed:
+            ids = sorted(b for p, b, _ in self._waiting if p == priority and first_id <= b <= last_id)
+            if unless_started and len(ids) != last_id - first_id + 1:
+                return []
+            if ids:
+                gone = set(ids)
+                self._waiting = [entry for entry in self._waiting if entry[1] not in gone]
+                heapq.heapify(self._waiting)
+            return ids
+
+    def collect(self, timeout_s: float) -> list[Completion]:
+        if self._poll.poll(timeout_s * 1000):
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._done_fd)
+        completions = []
+        while self._finished:
+            completions.append(self._finished.popleft())
+        return completions
+
+    def wake(self) -> None:
+        os.eventfd_write(self._done_fd, 1)
+
+    def in_flight(self) -> list[tuple[int, float]]:
+        now_ns = time.monotonic_ns()
+        with self._changed:
+            return [
+                (lane.block.block_id, (now_ns - lane.progress_ns) / 1e9)
+                for lane in self._lanes
+                if lane.block is not None
+            ]
+
+    def cpu_s(self) -> float:
+        return sum(lane.cpu_s for lane in self._lanes)
+
+    def close(self, timeout_s: float) -> bool:
+        if self._closed:
+            return True
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        deadline = time.monotonic() + timeout_s
+        for lane in self._lanes:
+            if lane.thread is not None:
+                lane.thread.join(max(0.0, deadline - time.monotonic()))
+        self._abandoned = any(lane.thread is not None and lane.thread.is_alive() for lane in self._lanes)
+        self._closed = True
+        if not self._abandoned:  # a thread left behind may still signal: then the descriptor stays with it
+            os.close(self._done_fd)
+        return not self._abandoned
+
+    def _run(self, lane: _Lane) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting and not self._stopping:
+                    self._changed.wait()
+                if not self._waiting:
+                    return
+                block = heapq.heappop(self._waiting)[2]
+                start_ns = lane.progress_ns = time.monotonic_ns()
+                lane.block = block
+            error, device_nbytes = self._transfer(lane, block)
+            useful_nbytes = _take_from_slot(lane, block, device_nbytes, error)
+            lane.cpu_s = time.thread_time()
+            with self._changed:
+                lane.block = None
+                self._finished.append(
+                    Completion(block.block_id, error, useful_nbytes, device_nbytes, start_ns, time.monotonic_ns())
+                )
+            os.eventfd_write(self._done_fd, 1)
+
+    def _transfer(self, lane: _Lane, block: Block) -> tuple[int, int]:
+        """Move one block, part by part if need be. Returns (errno or 0, bytes moved)."""
+        address = lane.slot_address if block.copy_nbytes else block.address
+        memory = (ctypes.c_char * block.nbytes).from_address(address)
+        if block.write and block.copy_nbytes:
+            ctypes.memmove(address, block.address, block.copy_nbytes)
+        move = os.pwritev if block.write else os.preadv
+        done = 0
+        while done < block.nbytes:
+            part = memoryview(memory)[done:] if done else memory
+            try:
+                moved = move(block.fd, [part], block.offset + done)
+            except OSError as error:
+                return error.errno or errno.EIO, done
+            if moved == 0:
+                return (errno.EIO if block.write else 0), done
+            done += moved
+            lane.progress_ns = time.monotonic_ns()
+            if self._abandoned or (block.aligned and done % PAGE_NBYTES):
+                break
+        return 0, done
+
+
+def _take_from_slot(lane: _Lane, block: Block, device_nbytes: int, error: int) -> int:
+    """Copy a bounced read to its destination. Returns the useful bytes moved."""
+    if not block.copy_nbytes:
+        return device_nbytes
+    useful_nbytes = min(max(device_nbytes - block.copy_skip, 0), block.copy_nbytes)
+    if not block.write and not error:
+        ctypes.memmove(block.address, lane.slot_address + block.copy_skip, useful_nbytes)
+    return useful_nbytes

@@ -1,0 +1,458 @@
+"""The I/O engine: submit(requests) -> futures, next-needed first, several blocks in flight, the same on every backend.
+
+Note [threads and locks]
+Callers submit under `_lock`, which gives block ids their order. The backend's threads carry blocks out. One collector
+thread settles completions under `_lock` and resolves futures outside it, so a completion callback may submit. Lock
+order: `_close_lock` -> `_lock` -> the backend's own.
+
+Note [stuck disk]
+A block without progress for `timeout_s` fails its request with ETIMEDOUT, but nothing can take its memory back from the
+kernel. Such a block is *abandoned*: its lane stays taken, `abandoned()` lists its memory, arenas that overlap it stay
+mapped even when closed (arena.hold_range), and other memory must be kept by the caller. If the kernel does answer, the
+range is released and the lane works again. When every lane is stuck, waiting requests fail too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+from hetero.io.arena import PAGE_NBYTES, Arena, hold_range, release_range
+from hetero.io.backends.base import Backend, Block, Completion
+from hetero.io.backends.probe import BackendName, make_backend, num_lanes_for, requested_backend
+from hetero.io.errors import ConfigError, HeteroError, IOEngineError
+from hetero.io.file import File
+from hetero.io.request import Request, split_request
+from hetero.io.stats import EngineStats, FileCounters, FileStats
+
+__all__ = ["Engine", "EngineStats", "File", "FileStats", "Request"]
+
+logger = logging.getLogger("hetero.io")
+
+
+class _IOFuture(Future[int]):
+    """A future whose cancel() asks the engine whether the first block has started."""
+
+    def __init__(self, engine: Engine, first_id: int) -> None:
+        super().__init__()
+        self._engine = engine
+        self._first_id = first_id
+
+    def cancel(self) -> bool:
+        if not self._engine._withdraw_unstarted(self._first_id):
+            return self.cancelled()
+        self._settle_cancelled()
+        return True
+
+    def _settle_cancelled(self) -> None:
+        super().cancel()
+        self.set_running_or_notify_cancel()  # wakes concurrent.futures.wait() and as_completed()
+
+
+@dataclass(slots=True)
+class _Operation:
+    """One submitted request until its future is done. Guarded by the engine's lock."""
+
+    request: Request
+    future: _IOFuture
+    first_id: int
+    last_id: int
+    num_left: int
+    transferred_nbytes: int = 0
+    short_end: int | None = None  # file offset where the first short block stopped
+    error: IOEngineError | None = None
+
+    def fail(self, error_number: int, detail: str | None = None) -> None:
+        if self.error is None:
+            request = self.request
+            self.error = IOEngineError(request.file.path, request.offset, request.nbytes, error_number, detail)
+
+
+class Engine:
+    """Own the backend's threads, a bounce arena of `bounce_nbytes` and the open files; `close()` releases all of them.
+
+    `backend` "auto" takes HETERO_IO if that is set, else io_uring, else threads. Raises ConfigError for a value that
+    cannot work, UnsupportedError if io_uring is asked for by name and cannot be had. An engine belongs to the process
+    that made it. `wrap_backend` is the seam for fault injection (backends/faulty.py).
+    """
+
+    def __init__(
+        self,
+        *,
+        backend: BackendName = "auto",
+        block_nbytes: int = 4 << 20,
+        queue_depth: int = 8,
+        bounce_nbytes: int = 2 << 20,
+        timeout_s: float = 60.0,
+        wrap_backend: Callable[[Backend], Backend] | None = None,
+    ) -> None:
+        name = requested_backend(backend)
+        num_lanes = num_lanes_for(name, queue_depth)
+        self._slot_nbytes = _checked_slot_nbytes(block_nbytes, queue_depth, bounce_nbytes, num_lanes, timeout_s)
+        self.block_nbytes = block_nbytes
+        self.timeout_s = timeout_s
+        # a buffered backend never bounces, so it needs no arena
+        self._bounce = Arena(bounce_nbytes, name="io bounce") if name != "buffered" else None
+        self.bounce_nbytes = self._bounce.nbytes if self._bounce else 0
+        try:
+            inner = make_backend(name, queue_depth, self._bounce.address if self._bounce else 0, self._slot_nbytes)
+        except BaseException:
+            if self._bounce:
+                self._bounce.close()
+            raise
+        self._backend = wrap_backend(inner) if wrap_backend else inner
+        self.backend_name = self._backend.name
+
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)  # the collector notifies when no operation is left
+        self._close_lock = threading.Lock()
+        self._closing = False
+        self._closed = False
+        self._files: dict[tuple[Path, bool], File] = {}
+        self._counters: dict[Path, FileCounters] = {}
+        self._operations: dict[int, _Operation] = {}  # by first block id
+        self._blocks: dict[int, tuple[_Operation, Block]] = {}  # waiting or in flight
+        self._abandoned: dict[int, tuple[Path, Block, int]] = {}  # with the token of the held range
+        self._next_id = 0
+        self._watch_s = min(timeout_s / 4, 1.0)
+        self._next_watch_s = 0.0
+        self._collector_cpu_s = 0.0
+        self._stop_collector = False
+        self._collector = threading.Thread(target=self._collect, name="hetero-io-collect", daemon=True)
+        self._collector.start()
+        _live_engines.add(self)
+
+    # ---- files ----
+
+    def open(self, path: str | os.PathLike[str], writable: bool = False) -> File:
+        """Open an existing file, or return the open one if `path` still is that file. Raises IOEngineError."""
+        self._check_process()
+        key = (Path(path).absolute(), writable)
+        with self._lock:
+            self._check_open()
+            file = self._files.get(key)
+            if file is not None and _is_same_file(file):
+                file.num_opens += 1
+                return file
+            file = File(key[0], writable=writable, direct=self._backend.direct, on_close=self._close_file)
+            self._files[key] = file
+            return file
+
+    def _close_file(self, file: File) -> None:
+        with self._lock:
+            file.num_opens = max(file.num_opens - 1, 0)
+            self._release_if_unused(file)
+
+    def _release_if_unused(self, file: File) -> None:
+        if file.num_opens or file.num_pending:
+            return
+        key = (file.path, file.writable)
+        if self._files.get(key) is file:
+            del self._files[key]
+        file.close_descriptors()
+
+    # ---- requests ----
+
+    def submit(self, requests: Sequence[Request]) -> list[Future[int]]:
+        """Queue requests and return their futures, in order; the result is the number of bytes transferred.
+
+        Never blocks on I/O. Raises ConfigError, before anything is queued, for a request that cannot be meant. What
+        goes wrong later is an IOEngineError on that request's future only. A request may end up to 4095 bytes past the
+        end of the file (an extent aligned outwards): it then transfers fewer bytes. Callbacks run on the collector
+        thread.
+        """
+        self._check_process()
+        for request in requests:
+            _check_request(request)
+        futures: list[Future[int]] = []
+        blocks: list[Block] = []
+        with self._lock:
+            self._check_open()
+            for request in requests:
+                if request.file.num_opens == 0:
+                    raise ConfigError(f"{request.file.path} is closed; open it again before submitting")
+            for request in requests:
+                operation, new_blocks = self._add_operation(request)
+                futures.append(operation.future)
+                blocks.extend(new_blocks)
+            self._backend.push(blocks)
+        for request, future in zip(requests, futures, strict=True):
+            if request.nbytes == 0:
+                future.set_result(0)
+        return futures
+
+    def _add_operation(self, request: Request) -> tuple[_Operation, list[Block]]:
+        first_id = self._next_id
+        blocks = split_request(request, first_id, self.block_nbytes, self._slot_nbytes)
+        future = _IOFuture(self, first_id)
+        operation = _Operation(request, future, first_id, first_id + len(blocks) - 1, len(blocks))
+        if blocks:
+            self._next_id += len(blocks)
+            self._operations[first_id] = operation
+            self._blocks.update((block.block_id, (operation, block)) for block in blocks)
+            request.file.num_pending += 1
+        return operation, blocks
+
+    def _withdraw_unstarted(self, first_id: int) -> bool:
+        """Take a request back if none of its blocks has started."""
+        self._check_process()
+        with self._lock:
+            operation = self._operations.get(first_id)
+            if operation is None or not self._withdraw(operation, unless_started=True):
+                return False
+            self._forget(operation)
+            return True
+
+    def _withdraw(self, operation: _Operation, *, unless_started: bool) -> bool:
+        """Take waiting blocks out of the queue. True if that leaves the operation without blocks."""
+        ids = self._backend.withdraw(
+            operation.request.priority, operation.first_id, operation.last_id, unless_started=unless_started
+        )
+        for block_id in ids:
+            del self._blocks[block_id]
+        operation.num_left -= len(ids)
+        return operation.num_left == 0
+
+    def _forget(self, operation: _Operation) -> None:
+        del self._operations[operation.first_id]
+        operation.request.file.num_pending -= 1
+        self._release_if_unused(operation.request.file)
+        if not self._operations:
+            self._idle.notify_all()
+
+    # ---- the collector thread ----
+
+    def _collect(self) -> None:
+        while not self._stop_collector:
+            self._settle(self._backend.collect(self._watch_s))
+            self._watch()
+            self._collector_cpu_s = time.thread_time()
+
+    def _settle(self, completions: list[Completion]) -> None:
+        done: list[_Operation] = []
+        with self._lock:
+            for completion in completions:
+                entry = self._blocks.pop(completion.block_id, None)
+                if entry is None:
+                    self._release_abandoned(completion)
+                    continue
+                operation, block = entry
+                self._account(operation, block, completion)
+                if operation.error is not None:
+                    self._withdraw(operation, unless_started=False)
+                if operation.num_left == 0:
+                    _judge_short(operation)
+                    self._forget(operation)
+                    done.append(operation)
+        _resolve(done)
+
+    def _account(self, operation: _Operation, block: Block, completion: Completion) -> None:
+        path = operation.request.file.path
+        counters = self._counters.get(path)
+        if counters is None:
+            counters = self._counters[path] = FileCounters(path)
+        counters.add(block, completion)
+        operation.num_left -= 1
+        operation.transferred_nbytes += completion.useful_nbytes
+        if completion.error:
+            operation.fail(completion.error)
+        elif completion.useful_nbytes < block.useful_nbytes:
+            end = block.useful_offset + completion.useful_nbytes
+            operation.short_end = end if operation.short_end is None else min(end, operation.short_end)
+
+    def _watch(self) -> None:
+        """Fail requests whose blocks made no progress for timeout_s (see Note [stuck disk])."""
+        now_s = time.monotonic()
+        if now_s < self._next_watch_s:
+            return
+        self._next_watch_s = now_s + self._watch_s
+        with self._lock:
+            overdue = [block_id for block_id, age_s in self._backend.in_flight() if age_s > self.timeout_s]
+            if not overdue:
+                return
+            if len(overdue) >= self._backend.num_lanes:
+                stuck = list(self._operations.values())
+            else:
+                found = [self._blocks[block_id][0] for block_id in overdue if block_id in self._blocks]
+                stuck = list({operation.first_id: operation for operation in found}.values())
+            for operation in stuck:
+                self._abandon(operation)
+        _resolve(stuck)
+
+    def _abandon(self, operation: _Operation) -> None:
+        self._withdraw(operation, unless_started=False)
+        path = operation.request.file.path
+        for block_id in range(operation.first_id, operation.last_id + 1):
+            entry = self._blocks.pop(block_id, None)
+            if entry is not None:
+                block = entry[1]
+                token = hold_range(block.address, block.useful_nbytes)
+                self._abandoned[block_id] = (path, block, token)
+        operation.fail(errno.ETIMEDOUT, f"no progress for {self.timeout_s:g} s: the disk does not answer")
+        logger.warning("%s", operation.error)
+        self._forget(operation)
+
+    def _release_abandoned(self, completion: Completion) -> None:
+        _, _, token = self._abandoned.pop(completion.block_id)
+        release_range(token)
+
+    def abandoned(self) -> list[tuple[Path, int, int]]:
+        """(path, address, nbytes) of memory that a timed-out block may still be using."""
+        with self._lock:
+            return [(path, block.address, block.useful_nbytes) for path, block, _ in self._abandoned.values()]
+
+    # ---- the rest ----
+
+    def stats(self) -> EngineStats:
+        with self._lock:
+            files = tuple(counters.snapshot() for counters in self._counters.values())
+            in_flight = len(self._operations)
+        cpu_s = self._backend.cpu_s() + self._collector_cpu_s
+        return EngineStats(self.backend_name, files, cpu_s, in_flight)
+
+    def close(self) -> None:
+        """Cancel requests that have not started, wait for those that have, release threads, memory and descriptors.
+
+        Idempotent. Blocks at most timeout_s beyond the last progress of the disk; then what is stuck is left to the
+        kernel (see Note [stuck disk]) and its thread stays behind. In a forked child it does nothing: everything
+        belongs to the parent. Must not be called from a completion callback.
+        """
+        if os.getpid() != self._pid:
+            return
+        if threading.current_thread() is self._collector:
+            raise HeteroError("Engine.close() was called from a completion callback, which it would wait for")
+        with self._close_lock:
+            if self._closed:
+                return
+            self._cancel_unstarted()
+            with self._idle:
+                while self._operations:
+                    self._idle.wait()
+            self._stop_collector = True
+            self._backend.wake()
+            self._collector.join()
+            self._release_everything()
+            self._closed = True
+
+    def _cancel_unstarted(self) -> None:
+        cancelled: list[_Operation] = []
+        with self._lock:
+            self._closing = True
+            for operation in list(self._operations.values()):
+                if self._withdraw(operation, unless_started=True):
+                    self._forget(operation)
+                    cancelled.append(operation)
+        for operation in cancelled:
+            operation.future._settle_cancelled()
+
+    def _release_everything(self) -> None:
+        stuck = not self._backend.close(0.0 if self._abandoned else self.timeout_s)
+        for file in list(self._files.values()):
+            file.num_opens = 0
+            self._release_if_unused(file)
+        if self._bounce is not None:
+            if stuck:
+                hold_range(self._bounce.address, self._bounce.nbytes)
+            self._bounce.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise HeteroError(
+                f"this Engine belongs to process {self._pid}, not to its forked child {os.getpid()}; "
+                "make a new Engine in the child, or start it with the spawn method"
+            )
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise ConfigError("the engine is closed")
+
+
+_live_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_live_engines() -> None:
+    for engine in list(_live_engines):
+        engine.close()
+
+
+def _resolve(operations: Sequence[_Operation]) -> None:
+    for operation in operations:
+        if operation.error is not None:
+            operation.future.set_exception(operation.error)
+        else:
+            operation.future.set_result(operation.transferred_nbytes)
+
+
+def _judge_short(operation: _Operation) -> None:
+    """A short transfer is an error unless it stopped at the end of the file, less than a page before the request's."""
+    end = operation.short_end
+    if end is None or operation.error is not None:
+        return
+    file = operation.request.file
+    missing_nbytes = operation.request.nbytes - operation.transferred_nbytes
+    # what is only read must still be as long as when it was opened; what we write may have grown
+    file_nbytes = file.current_nbytes() if file.writable else file.nbytes
+    if operation.request.write:
+        operation.fail(errno.EIO, f"short write: it stopped at offset {end}")
+    elif end < file_nbytes:
+        operation.fail(
+            errno.EIO,
+            f"short read: it stopped at offset {end}, but the file had {file.nbytes} bytes when it was opened "
+            f"and has {file.current_nbytes()} now",
+        )
+    elif missing_nbytes >= PAGE_NBYTES:
+        operation.fail(errno.EIO, f"read past the end of the file: it has {file_nbytes} bytes")
+
+
+def _is_same_file(file: File) -> bool:
+    try:
+        now = os.stat(file.path)
+    except OSError:
+        return False
+    return (now.st_dev, now.st_ino) == (file.identity.device, file.identity.inode)
+
+
+def _check_request(request: Request) -> None:
+    if request.offset < 0 or request.nbytes < 0 or request.address < 0 or (request.nbytes and not request.address):
+        raise ConfigError(
+            f"request on {request.file.path}: offset={request.offset}, nbytes={request.nbytes} and "
+            f"address={request.address:#x} must be 0 or more, and the address a real one"
+        )
+    if request.write and not request.file.writable:
+        raise ConfigError(f"{request.file.path} was opened for reading; open it with writable=True to write")
+
+
+def _checked_slot_nbytes(
+    block_nbytes: int, queue_depth: int, bounce_nbytes: int, num_lanes: int, timeout_s: float
+) -> int:
+    """Check the engine's options and return the size of one lane's bounce slot."""
+    if block_nbytes <= 0 or block_nbytes % PAGE_NBYTES or block_nbytes > 1 << 30:
+        raise ConfigError(f"block_nbytes={block_nbytes} must be a multiple of {PAGE_NBYTES}, at most 1 GiB")
+    if not 1 <= queue_depth <= 256:
+        raise ConfigError(f"queue_depth={queue_depth} must be 1 to 256")
+    if not timeout_s > 0:
+        raise ConfigError(f"timeout_s={timeout_s} must be more than 0")
+    slot_nbytes = bounce_nbytes // num_lanes // PAGE_NBYTES * PAGE_NBYTES
+    if slot_nbytes < PAGE_NBYTES:
+        raise ConfigError(
+            f"bounce_nbytes={bounce_nbytes} gives {num_lanes} lanes less than a page each; "
+            f"use at least {num_lanes * PAGE_NBYTES}"
+        )
+    return slot_nbytes
