@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from hetero.sources import ParamSource
+
 VOCAB = 320
+PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
 
 _SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -102,3 +107,28 @@ def shift_data(path: Path, residue: int) -> None:
     if (8 + len(text)) % 16 != residue:
         text += b" " * 8
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def param_values(source: ParamSource) -> torch.Tensor:
+    """Read and decode one parameter the plain way: whole, in float32 where the file is packed."""
+    content = bytearray(source.nbytes)
+    for piece in source.pieces:
+        with open(piece.tensor.path, "rb") as file:
+            file.seek(piece.tensor.offset)
+            content[piece.dst_offset : piece.dst_offset + piece.tensor.nbytes] = file.read(piece.tensor.nbytes)
+    shape = source.shape[::-1] if source.transform == "transpose" else source.shape
+    if source.format in PLAIN_DTYPES:
+        values = torch.frombuffer(content, dtype=PLAIN_DTYPES[source.format]).reshape(shape)
+    else:
+        import gguf
+
+        packed = np.frombuffer(content, dtype=np.uint8).reshape(math.prod(shape[:-1]), -1)
+        kind = gguf.GGMLQuantizationType[source.format]
+        values = torch.from_numpy(gguf.quants.dequantize(packed, kind)).reshape(shape)
+    if source.row_permutation is not None:
+        num_heads, head_dim = source.row_permutation
+        pairs = values.reshape(num_heads, head_dim // 2, 2, *values.shape[1:])
+        values = pairs.transpose(1, 2).reshape(values.shape)
+    if source.transform == "minus_one":
+        values = values.float() - 1
+    return values.T if source.transform == "transpose" else values

@@ -50,7 +50,7 @@ def open_gguf(path: Path, *, dtype: str | torch.dtype) -> Source:
         eos_token_ids=eos_ids(getattr(model, "generation_config", None), ends),
         fingerprint=fingerprint_of(index, config),
         _build=build,
-        _load_tokenizer=lambda: load_tokenizer(index.metadata, path),
+        _load_tokenizer=lambda: load_tokenizer(index.metadata, config, path),
         _built=model,
     )
 

@@ -69,8 +69,6 @@ def _values(metadata: Mapping[str, Any], architecture: str, tensors: Mapping[str
     from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
 
     model_type = _MODEL_TYPES.get(architecture, architecture)
-    if architecture == "llama" and metadata.get("general.name") == "mistral":
-        model_type = "mistral"  # the same tensors, another class: transformers' rule
     table = _TABLES.get(architecture, architecture)
     mapping: dict[str, dict[str, str | None]] = dict(GGUF_CONFIG_MAPPING)  # type: ignore[arg-type]
     names = {f"{architecture}.{key}": name for key, name in mapping[table].items()}

@@ -16,12 +16,13 @@ _SPECIAL_TOKENS = {
 }
 
 
-def load_tokenizer(metadata: dict[str, Any], path: Path) -> Any:
+def load_tokenizer(metadata: dict[str, Any], config: Any, path: Path) -> Any:
     """Return a fast tokenizer equal to AutoTokenizer.from_pretrained(folder, gguf_file=...).
 
     Raises ConfigError if the file has no vocabulary, or one of a kind transformers cannot convert.
     """
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
     from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
     if "tokenizer.ggml.tokens" not in metadata:
@@ -40,6 +41,6 @@ def load_tokenizer(metadata: dict[str, Any], path: Path) -> Any:
         backend, _ = convert_gguf_tokenizer(metadata["general.architecture"], vocabulary)
     except (ValueError, KeyError, IndexError) as error:
         raise ConfigError(f"{path}: its tokenizer cannot be built: {first_line(error)}") from error
-    return TokenizersBackend(  # type: ignore[no-untyped-call]
-        tokenizer_object=backend, name_or_path=str(path), **options
-    )
+    # The model's own class, for its defaults (a mask token, the padding side); its own vocabulary is replaced.
+    tokenizer_class: Any = TOKENIZER_MAPPING.get(type(config), TokenizersBackend)
+    return tokenizer_class(tokenizer_object=backend, name_or_path=str(path), **options)
