@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -107,13 +108,13 @@ def generate(
         ) as run,
     ):
         segments = run.stream(text, max_tokens=max_tokens, temperature=temp, seed=seed, chat=not raw)
-        answer, finish_reason = _write_answer(segments, view, None if as_json else sys.stdout.write)
+        answer = _write_answer(segments, view, None if as_json else sys.stdout.write)
         stats = run.stats().to_dict()
         if timeline is not None:
             run.trace(timeline)
         plan_dict = run.plan.to_dict() if as_json else None
     if as_json:
-        _print_json({"text": answer, "finish_reason": finish_reason, "stats": stats, "plan": plan_dict})
+        _print_json({**asdict(answer), "stats": stats, "plan": plan_dict})
     else:
         render.error_console().print(render.stats_line(stats), style="dim", highlight=False)
 
@@ -195,23 +196,32 @@ def _prompt_text(prompt: str) -> str:
     return text
 
 
-def _write_answer(segments: Any, view: ProgressView, write: Callable[[str], Any] | None) -> tuple[str, str | None]:
-    """Consume the segments, writing each as it comes; return the whole text and why it ended."""
-    texts: list[str] = []
+@dataclass(slots=True)
+class _Answer:
+    """What `--json` says of the text itself."""
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+
+
+def _write_answer(segments: Iterable[Any], view: ProgressView, write: Callable[[str], Any] | None) -> _Answer:
+    """Consume the segments, writing each as it comes."""
+    answer = _Answer()
     try:
         for segment in segments:
             view.stop()  # before any text: on a terminal the bar would be drawn over it
-            texts.append(segment.text)
-            finish_reason = segment.finish_reason
+            answer.text += segment.text
+            answer.tokens.append(segment.token)
+            answer.finish_reason = segment.finish_reason
             if write is not None:
                 write(segment.text)
                 sys.stdout.flush()
     finally:
-        if write is not None and texts:
+        if write is not None and answer.text:
             write("\n")
             sys.stdout.flush()
-    return "".join(texts), finish_reason
+    return answer
 
 
 def _print_json(value: Any) -> None:

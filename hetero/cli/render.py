@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.logging import RichHandler
@@ -13,6 +13,7 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from hetero.cli.doctor import Check
+    from hetero.report.schema import PhasePlan, PlanDict, StatsDict, TierPlan
 
 _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _DECIMAL_UNITS = ("B/s", "kB/s", "MB/s", "GB/s", "TB/s")
@@ -57,11 +58,11 @@ def _scaled(value: float, step: int, units: tuple[str, ...]) -> str:
     return f"{value:.1f} {units[-1]}"
 
 
-def stats_line(stats: Mapping[str, Any]) -> str:
+def stats_line(stats: StatsDict) -> str:
     """Say in one line how fast a run was, each link beside its limit, and the peak of each tier beside its budget."""
     parts = [
-        f"{stats[f'{phase}_tokens']} {phase} tokens at {stats[f'{phase}_tokens_per_s']:.1f}/s"
-        for phase in ("prompt", "generation")
+        f"{stats['prompt_tokens']} prompt tokens at {stats['prompt_tokens_per_s']:.1f}/s",
+        f"{stats['generation_tokens']} generation tokens at {stats['generation_tokens_per_s']:.1f}/s",
     ]
     for name, link in stats["links"].items():
         limit = link["limit_bytes_per_s"]
@@ -74,7 +75,7 @@ def stats_line(stats: Mapping[str, Any]) -> str:
     return "; ".join([*parts, "peak " + ", ".join(peaks)])
 
 
-def print_plan(console: Console, plan: Mapping[str, Any]) -> None:
+def print_plan(console: Console, plan: PlanDict) -> None:
     """Print a plan: a table of the tiers, a table of the phases, and what would help."""
     console.print(f"{plan['model']}  {format_nbytes(plan['total_nbytes'])} in {plan['dtype']} on {plan['device']}")
     console.print(_tier_table(plan["tiers"]))
@@ -83,13 +84,19 @@ def print_plan(console: Console, plan: Mapping[str, Any]) -> None:
         console.print(note)
 
 
-def _tier_table(tiers: Iterable[Mapping[str, Any]]) -> Table:
+def _tier_table(tiers: Iterable[TierPlan]) -> Table:
     table = Table("tier", title="Placement", title_justify="left")
     columns = ("budget", "resident", "ring", "other", "streamed from here", "link")
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for tier in tiers:
-        sizes = (tier[f"{key}_nbytes"] for key in ("limit", "resident", "ring", "other", "streamed"))
+        sizes = (
+            tier["limit_nbytes"],
+            tier["resident_nbytes"],
+            tier["ring_nbytes"],
+            tier["other_nbytes"],
+            tier["streamed_nbytes"],
+        )
         link = tier["link_bytes_per_s"]
         table.add_row(
             tier["tier"],
@@ -99,7 +106,7 @@ def _tier_table(tiers: Iterable[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _phase_table(phases: Iterable[Mapping[str, Any]]) -> Table:
+def _phase_table(phases: Iterable[PhasePlan]) -> Table:
     table = Table("phase", title="Expected", title_justify="left")
     for column in ("disk/pass", "gpu link/pass", "time/pass", "bound", "tokens/s"):
         table.add_column(column, justify="right", no_wrap=True)

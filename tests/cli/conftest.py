@@ -14,23 +14,35 @@ import pytest
 
 import hetero
 from hetero.cli import main
+from hetero.report.schema import PlanDict, StatsDict
 
-STATS: dict[str, Any] = {
+STATS: StatsDict = {
     "prompt_tokens": 12,
     "prompt_tokens_per_s": 35.04,
     "generation_tokens": 3,
     "generation_tokens_per_s": 8.25,
     "links": {
-        "disk": {"moved_nbytes": 1 << 20, "bytes_per_s": 3.1e9, "limit_bytes_per_s": 3.9e9},
-        "gpu": {"moved_nbytes": 1 << 20, "bytes_per_s": 1.5e9, "limit_bytes_per_s": None},
+        "disk": {
+            "moved_nbytes": 1 << 20,
+            "decode_nbytes_per_token": 4096.0,
+            "bytes_per_s": 3.1e9,
+            "limit_bytes_per_s": 3.9e9,
+        },
+        "gpu": {
+            "moved_nbytes": 1 << 20,
+            "decode_nbytes_per_token": 4096.0,
+            "bytes_per_s": 1.5e9,
+            "limit_bytes_per_s": None,
+        },
     },
     "tiers": {
         "gpu": {"peak_nbytes": 23 << 20, "limit_nbytes": 24 << 20},
         "cpu": {"peak_nbytes": 47 << 20, "limit_nbytes": 48 << 20},
     },
+    "baseline_nbytes": 400 << 20,
 }
 
-PLAN: dict[str, Any] = {
+PLAN: PlanDict = {
     "model": "tiny.gguf",
     "dtype": "bfloat16",
     "device": "emulated",
@@ -98,7 +110,7 @@ class FakeRun:
         self.stream_arguments = {"prompt": prompt, **arguments}
         for index, text in enumerate(self.texts):
             last = index == len(self.texts) - 1 and self.failure is None
-            yield SimpleNamespace(text=text, finish_reason="stop" if last else None)
+            yield SimpleNamespace(text=text, token=100 + index, finish_reason="stop" if last else None)
         if self.failure is not None:
             raise self.failure
 
@@ -125,7 +137,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> FakeRun:
 @pytest.fixture
 def plan(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What a fake `hetero.plan` answers; the arguments of its call are put under "arguments"."""
-    answer = dict(PLAN)
+    answer: dict[str, Any] = dict(PLAN)
 
     def fake(model: str, **arguments: Any) -> SimpleNamespace:
         answer["arguments"] = {"model": model, **arguments}

@@ -34,6 +34,7 @@ def test_json_is_one_object_and_nothing_else(hetero_command: Callable[..., Any],
 
     answer = json.loads(outcome.stdout)
     assert answer["text"] == "Blue light."
+    assert answer["tokens"] == [100, 101, 102]
     assert answer["finish_reason"] == "stop"
     assert answer["stats"]["tiers"]["gpu"]["peak_nbytes"] == 23 << 20
     assert answer["plan"]["phases"][0]["bottleneck"] == "disk"
@@ -169,7 +170,7 @@ class Run:
     def __enter__(self): return self
     def __exit__(self, *exc_info): print("closed", file=sys.stderr)
     def stream(self, prompt, **arguments):
-        yield SimpleNamespace(text="first", finish_reason=None)
+        yield SimpleNamespace(text="first", token=1, finish_reason=None)
         time.sleep(60)
 
 hetero.load = lambda model, **arguments: Run()

@@ -50,7 +50,7 @@ def run(
     return subprocess.run(
         [str(python), *arguments],
         cwd=cwd,
-        env=inherited | (environment or {}),
+        env={**inherited, **(environment or {})},
         capture_output=True,
         text=True,
         check=False,
