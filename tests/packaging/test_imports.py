@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -63,6 +64,13 @@ def test_unknown_names_of_the_package_are_attribute_errors() -> None:
 
     with pytest.raises(AttributeError, match="no attribute 'lode'"):
         _ = hetero.lode
+
+
+def test_no_module_is_named_like_a_public_name() -> None:
+    # Importing hetero/load.py would put the module in the place of the function hetero.load.
+    import hetero
+
+    assert [name for name in hetero.__all__ if find_spec(f"hetero.{name}")] == []
 
 
 def test_every_public_name_is_there() -> None:
