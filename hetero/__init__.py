@@ -13,7 +13,7 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())
 # Public name -> module that defines it. Imported at first use, because torch alone takes more than a second.
 _EXPORTS = {
     "load": "hetero.loading",
-    "plan": "hetero.planning",
+    "plan": "hetero.loading",
     "Run": "hetero.loading",
     "HeteroError": "hetero.io.errors",
     "ConfigError": "hetero.io.errors",

@@ -1,0 +1,99 @@
+"""Quick measurements that a plan starts from. The warm-up's own times replace them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import torch
+import torch.nn.functional as F
+
+from hetero.cpu_kernels.dequantize import dequantize_rows
+from hetero.cpu_kernels.formats import format_for, row_nbytes
+from hetero.io.arena import Arena
+from hetero.io.engine import Engine, File, Request
+from hetero.layout import Layout
+
+PROBE_NBYTES = 96 << 20
+PROBE_WINDOW_NBYTES = 16 << 20
+SAMPLE_NBYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeRates:
+    """How fast this machine computes in one dtype. Rates are per second, medians of a few runs."""
+
+    weight_bytes: float
+    """Weight bytes through one matrix-vector product."""
+    flops: float
+    """Floating point operations of a wide matrix product."""
+    packed_numbers: Mapping[str, float]
+    """Numbers dequantised, by format."""
+
+    def compute_s(self, layout: Layout, num_tokens: int) -> dict[int, float]:
+        """Estimated seconds per chunk for a pass of `num_tokens` rows."""
+        seconds = dict.fromkeys((chunk.chunk_id for chunk in layout.chunks), 0.0)
+        for weight in layout.weights.values():
+            numel = weight.source.nbytes // weight.row_nbytes * weight.num_cols
+            one = numel * weight.dtype.itemsize / self.weight_bytes
+            time_s = max(one, 2.0 * numel * num_tokens / self.flops if num_tokens > 1 else 0.0)
+            if not weight.is_plain:
+                time_s += numel / self.packed_numbers.get(weight.source.format, self.weight_bytes / 4)
+            for chunk_id in weight.chunk_ids:
+                seconds[chunk_id] += time_s / len(weight.chunk_ids)
+        return seconds
+
+
+def measure_compute(dtype: torch.dtype, formats: set[str]) -> ComputeRates:
+    """Time a product and a dequantisation of a few MiB each on the CPU. Blocks for about 50 ms."""
+    cols = 1024
+    weights = torch.zeros(SAMPLE_NBYTES // dtype.itemsize // cols, cols, dtype=dtype)
+    row, rows = torch.zeros(1, cols, dtype=dtype), torch.zeros(64, cols, dtype=dtype)
+    vector_s = _time(lambda: F.linear(row, weights))
+    matrix_s = _time(lambda: F.linear(rows, weights))
+    packed = {}
+    for name in sorted(formats):
+        if format_for(name).torch_dtype is None:
+            blocks = torch.zeros(256, row_nbytes(name, cols), dtype=torch.uint8)
+            out = torch.empty(256, cols, dtype=dtype)
+            packed[name] = out.numel() / _time(lambda b=blocks, o=out, n=name: dequantize_rows(b, n, cols, o))  # type: ignore[misc]
+    return ComputeRates(weights.nbytes / vector_s, 2.0 * weights.numel() * len(rows) / matrix_s, packed)
+
+
+def measure_disk(engine: Engine, files: Mapping[Path, File]) -> float:
+    """Bytes per second of reading the largest file with several blocks in flight. Blocks for 0.1 s or so.
+
+    Direct reads, so the page cache has no part in it. Takes 16 MiB of memory meanwhile.
+    """
+    file = max(files.values(), key=lambda file: file.nbytes)
+    window = Arena(min(PROBE_WINDOW_NBYTES, max(4096, file.nbytes)), name="disk probe")
+    try:
+        block = min(engine.block_nbytes, window.nbytes)
+        total = min(PROBE_NBYTES, file.nbytes) // 4096 * 4096
+        requests = [
+            Request(
+                file, offset, min(block, total - offset), window.address + offset % (window.nbytes // block * block)
+            )
+            for offset in range(0, total, block)
+        ]
+        if not requests:
+            return float(1 << 30)
+        start = perf_counter()
+        for future in engine.submit(requests):
+            future.result()
+        return total / (perf_counter() - start)
+    finally:
+        window.close()
+
+
+def _time(run: Callable[[], object], repeats: int = 5) -> float:
+    run()
+    times = []
+    for _ in range(repeats):
+        start = perf_counter()
+        run()
+        times.append(perf_counter() - start)
+    return max(median(times), 1e-9)
