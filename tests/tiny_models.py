@@ -47,6 +47,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralConfig", {**_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "olmoe": ("OlmoeConfig", {**_SMALL, "num_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe": ("Qwen3MoeConfig", {**_SMALL, **_MOE, "num_experts": 4}),
+    # Keeps its router in float32, with a persistent buffer.
+    "dots1": (
+        "Dots1Config",
+        {**_SMALL, **_MOE, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    ),
     "qwen2_moe": ("Qwen2MoeConfig", {**_SMALL, **_MOE, "num_experts": 4, "shared_expert_intermediate_size": 80}),
 }
 
@@ -61,7 +66,8 @@ def tiny_model(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0
     model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     model.eval()
     with torch.no_grad():
-        for param in model.parameters():
+        buffers = [b for name, b in model.named_buffers() if name in model.state_dict()]
+        for param in [*model.parameters(), *buffers]:
             # Initialisers leave norms at one and biases at zero, where a mixed-up name would not show.
             param.add_(torch.randn(param.shape).to(param.dtype) * (0.05 if param.dim() > 1 else 0.2))
     return model

@@ -23,9 +23,9 @@ def locate(path_or_id: str | os.PathLike[str], *, revision: str | None, trust_re
     `owner/name` is a repository of safetensors, `owner/name/file.gguf` one file of a repository.
     """
     path = Path(path_or_id).expanduser()
-    if path.exists():
-        return path
     text = os.fspath(path_or_id)
+    if text and path.exists():  # Path("") is the current folder
+        return path
     gguf = _GGUF_ID.fullmatch(text)
     if path.is_absolute() or not (gguf or _ID.fullmatch(text)):
         raise ConfigError(f"{text!r} does not exist, and is not a hub id (owner/name) either")

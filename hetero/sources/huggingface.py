@@ -89,7 +89,8 @@ def _automatic_dtype(config: Any, index: CheckpointIndex) -> torch.dtype:
     """The config's dtype, else that of the first floating tensor, as from_pretrained(dtype="auto")."""
     if config.dtype is not None:
         return resolve_dtype(config.dtype, torch.get_default_dtype)
-    formats = (tensor.format for tensor in index.tensors.values())
+    tensors = sorted(index.tensors.values(), key=lambda tensor: (tensor.path, tensor.name))
+    formats = (tensor.format for tensor in tensors)
     return next((_FLOAT_FORMATS[f] for f in formats if f in _FLOAT_FORMATS), torch.get_default_dtype())
 
 

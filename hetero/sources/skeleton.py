@@ -50,23 +50,30 @@ def build_on_meta(config: Any, dtype: torch.dtype, *, trust_remote_code: bool) -
 
 
 def _apply_dtype_plan(model: Any, dtype: torch.dtype) -> None:
-    """Give the parameters a model insists on keeping in float32 that dtype, as loading them would."""
+    """Give what a model insists on keeping in float32 that dtype, as loading it would."""
     from transformers.core_model_loading import build_glob_alternation
 
     plan = model._get_dtype_plan(dtype)
     if not plan:
         return
     pattern, group_to_glob, _ = build_glob_alternation(list(plan))
-    replaced: dict[int, nn.Parameter] = {}
+    replaced: dict[int, torch.Tensor] = {}
     for module_name, module in model.named_modules():
-        for name, param in list(module._parameters.items()):
-            match = pattern.search(f"{module_name}.{name}" if module_name else name)
-            if param is None or match is None or match.lastgroup is None:
-                continue
-            if id(param) not in replaced:
-                wanted = plan[group_to_glob[match.lastgroup]]
-                replaced[id(param)] = nn.Parameter(param.to(wanted), requires_grad=param.requires_grad)
-            module._parameters[name] = replaced[id(param)]
+        for store in (module._parameters, module._buffers):
+            for name, tensor in store.items():
+                match = pattern.search(f"{module_name}.{name}" if module_name else name)
+                if (
+                    tensor is None
+                    or name in module._non_persistent_buffers_set
+                    or match is None
+                    or match.lastgroup is None
+                ):
+                    continue
+                if id(tensor) not in replaced:
+                    other = tensor.to(plan[group_to_glob[match.lastgroup]])
+                    is_param = store is module._parameters
+                    replaced[id(tensor)] = nn.Parameter(other, tensor.requires_grad) if is_param else other
+                store[name] = replaced[id(tensor)]
 
 
 def finish(model: Any, *, path: Path | None, trust_remote_code: bool) -> None:
