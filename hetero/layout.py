@@ -98,16 +98,22 @@ def build_layout(source: Source, model: nn.Module, chunk_nbytes: int) -> Layout:
     file_nbytes = {path: identity.nbytes for path, identity in source.index.files.items()}
     splittable, embeddings = _uses(model)
     tables = [p for p in large if all(name in embeddings for name in p.names)]
-    parts: list[tuple[str, Part]] = []
+    units: list[tuple[str, list[Part]]] = []
+    previous = ""
     for param in _by_use(large, tables, embeddings):
         blocks = [_part_of(param)]
         if all(name in splittable or name in embeddings for name in param.names) and blocks[0].is_zero_copy:
             if param.row_permutation is None and param.transform == "none":
                 rows = param.shape[0]
                 blocks = split_rows(blocks[0], rows, blocks[0].nbytes // rows, chunk_nbytes)
-        parts += ((_layer_of(param.name), block) for block in blocks)
+        module = param.name.rpartition(".")[0]
+        if len(blocks) == 1 and module == previous:
+            units[-1][1].append(blocks[0])
+        else:
+            units += ((_layer_of(param.name), [block]) for block in blocks)
+        previous = module
     chunks: list[Chunk] = []
-    for group, members in group_parts(parts, chunk_nbytes):
+    for group, members in group_parts(units, chunk_nbytes):
         chunks.append(build_chunk(len(chunks), group, members, file_nbytes))
     for param in tables:
         chunks.append(build_chunk(len(chunks), param.name, [_part_of(param)], file_nbytes))

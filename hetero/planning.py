@@ -260,16 +260,25 @@ def _less(old: dict[str, int] | None, new: dict[str, int]) -> dict[str, int]:
     return min(old, new, key=lambda needs: (sum(needs.values()), needs.get("gpu", 0)))
 
 
-def _too_small(needs: dict[str, int], limits: MemoryLimits, wishes: Wishes) -> ConfigError:
+class TooSmallError(ConfigError):
+    """The budgets cannot hold the model. `needs` are the smallest that work, in bytes per tier."""
+
+    def __init__(self, message: str, needs: dict[str, int]) -> None:
+        self.needs = needs
+        super().__init__(message)
+
+
+def _too_small(needs: dict[str, int], limits: MemoryLimits, wishes: Wishes) -> TooSmallError:
     has = limits.ledger_limits()
     lines = []
     for tier, nbytes in needs.items():
         if nbytes > has[tier]:
             lines.append(f"{tier}_memory is {has[tier]} bytes ({format_size(has[tier])}), it needs {nbytes}")
     least = ", ".join(f"{tier}_memory={nbytes}" for tier, nbytes in sorted(needs.items()))
-    return ConfigError(
+    return TooSmallError(
         f"the budgets are too small for this model with a context of {wishes.context} tokens: {'; '.join(lines)}. "
-        f"The smallest that works is {least}; a shorter context or fewer prefill tokens need less"
+        f"The smallest that works is {least}; a shorter context or fewer prefill tokens need less",
+        needs,
     )
 
 

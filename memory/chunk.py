@@ -1,10 +1,10 @@
 """Chunks: runs of tensors that are used together, laid out so that a read from the file lands ready to use.
 
 Note [layout]
-    A chunk is one contiguous slot. It is filled by `Segment`s, each one read of a file range. Where the file's bytes are
-    used as they are (zero copy), the range is aligned outwards to 4 KiB and the tensor is viewed at its offset inside, so
-    its address modulo 4096, hence modulo 64, is that of the file: the bits of fp32 matrix-vector products depend on it.
-    Where a parameter is stacked from several tensors, each piece is read to its own place in 64-aligned memory.
+    A chunk is one contiguous slot. It is filled by `Segment`s, each one read of a file range. Where the file's bytes
+    are used as they are (zero copy), the range is aligned outwards to 4 KiB and the tensor is viewed at its offset
+    inside, so its address modulo 4096, hence modulo 64, is that of the file: the bits of fp32 matrix-vector products
+    depend on it. Where a parameter is stacked from several tensors, each piece is read to its own place in 64-aligned memory.
 """
 
 from __future__ import annotations
@@ -120,19 +120,23 @@ def build_chunk(chunk_id: int, name: str, parts: Sequence[Part], file_nbytes: di
     )
 
 
-def group_parts(parts: Iterable[tuple[str, Part]], max_nbytes: int) -> list[tuple[str, list[Part]]]:
-    """Pack parts, in order of first use, into chunks of one group (a layer) and at most `max_nbytes`.
+def group_parts(
+    units: Iterable[tuple[str, Sequence[Part]]], max_nbytes: int
+) -> list[tuple[str, list[Part]]]:
+    """Pack units, in order of first use, into chunks of one group (a layer) and at most `max_nbytes`.
 
-    `parts` are (group, part). A part larger than `max_nbytes` gets a chunk of its own.
+    A unit is (group, the parts that one module needs at once): it is never divided, so that a module waits for one
+    chunk. A unit larger than `max_nbytes` gets a chunk of its own.
     """
     groups: list[tuple[str, list[Part]]] = []
     used = 0
-    for group, part in parts:
-        if not groups or groups[-1][0] != group or used + part.nbytes > max_nbytes:
+    for group, parts in units:
+        nbytes = sum(part.nbytes for part in parts)
+        if not groups or groups[-1][0] != group or used + nbytes > max_nbytes:
             groups.append((group, []))
             used = 0
-        groups[-1][1].append(part)
-        used += part.nbytes
+        groups[-1][1].extend(parts)
+        used += nbytes
     return groups
 
 

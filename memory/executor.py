@@ -197,10 +197,14 @@ class Executor:
             for chunk_id in chunk_ids:
                 taken.append(self._take(chunk_id))
         except OutOfMemoryError:
-            # The first chunks of the moment may lie where the others do not fit beside them: start from an empty ring.
+            # The first chunks of the moment may lie where the others do not fit beside them, or an alias may only be
+            # kept by a dead reference cycle: start from an empty ring.
             self._undo(taken)
             for entry in self._idle():
                 self._abandon(entry)
+            self.stats.num_collections += 1
+            gc.collect()
+            self._drain()
             for chunk_id in chunk_ids:
                 taken.append(self._take(chunk_id))
 
@@ -289,11 +293,6 @@ class Executor:
     def _must_wait(self, chunk: Chunk, ring: Ring, tier: str) -> bool:
         if self._num_in_flight > 0:
             return False
-        self.stats.num_collections += 1
-        gc.collect()  # an alias may only be kept by a dead reference cycle
-        self._drain()
-        if ring.can_fit(chunk.nbytes):
-            return True
         raise OutOfMemoryError(
             f"no room for chunk {chunk.name!r} ({chunk.nbytes} bytes) in the {tier} ring of {ring.nbytes} bytes: "
             f"{ring.used_nbytes} bytes are leased or still referenced by a tensor outside the model. Drop references "
