@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -138,3 +139,12 @@ def param_values(source: ParamSource) -> torch.Tensor:
     if source.transform == "minus_one":
         values = values.float() - 1
     return values.T if source.transform == "transpose" else values
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Change the tensors of a single-file checkpoint."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -122,9 +122,9 @@ def _convert(name: str, converter: Any, by_pattern: dict[str, list[TensorInfo]],
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
     parts = {pattern: [Extents.of(t) for t in found] for pattern, found in by_pattern.items()}
-    missing = [pattern for pattern in converter.source_patterns if pattern not in parts]
-    if missing:
-        raise CheckpointError(path, f"lacks tensors for {name!r}: none is named like {missing[0]!r}")
+    counts = {pattern: len(parts.get(pattern, ())) for pattern in converter.source_patterns}
+    if len(set(counts.values())) > 1:  # of each expert all its tensors, or the file is incomplete
+        raise CheckpointError(path, f"lacks tensors for {name!r}; it has of each kind: {counts}")
     for operation in converter.operations:
         try:
             if type(operation) is MergeModulelist and operation.dim == 0:

@@ -57,23 +57,20 @@ def _apply_dtype_plan(model: Any, dtype: torch.dtype) -> None:
     if not plan:
         return
     pattern, group_to_glob, _ = build_glob_alternation(list(plan))
-    replaced: dict[int, torch.Tensor] = {}
-    for module_name, module in model.named_modules():
+    first_names: dict[torch.Tensor, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        first_names.setdefault(tensor, name)
+    replaced: dict[torch.Tensor, torch.Tensor] = {}
+    for tensor, name in first_names.items():
+        match = pattern.search(name)
+        if match is None or match.lastgroup is None:
+            continue
+        other = tensor.to(plan[group_to_glob[match.lastgroup]])
+        replaced[tensor] = nn.Parameter(other, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other
+    for module in model.modules():
         for store in (module._parameters, module._buffers):
-            for name, tensor in store.items():
-                match = pattern.search(f"{module_name}.{name}" if module_name else name)
-                if (
-                    tensor is None
-                    or name in module._non_persistent_buffers_set
-                    or match is None
-                    or match.lastgroup is None
-                ):
-                    continue
-                if id(tensor) not in replaced:
-                    other = tensor.to(plan[group_to_glob[match.lastgroup]])
-                    is_param = store is module._parameters
-                    replaced[id(tensor)] = nn.Parameter(other, tensor.requires_grad) if is_param else other
-                store[name] = replaced[id(tensor)]
+            # By identity, not by name: what is tied to a kept tensor follows it.
+            store.update({name: replaced[tensor] for name, tensor in store.items() if tensor in replaced})
 
 
 def finish(model: Any, *, path: Path | None, trust_remote_code: bool) -> None:

@@ -97,11 +97,13 @@ def fingerprint_of(index: CheckpointIndex, config: Any) -> str:
     """Hash the files' identities, their header bytes and the config. Blocks on reading the headers."""
     digest = hashlib.sha256()
     digest.update(config.to_json_string().encode())
+    data_offsets: dict[Path, int] = {}
+    for tensor in index.tensors.values():
+        data_offsets[tensor.path] = min(tensor.offset, data_offsets.get(tensor.path, tensor.offset))
     for path, identity in sorted(index.files.items()):
-        offsets = [tensor.offset for tensor in index.tensors.values() if tensor.path == path]
         digest.update(f"{path.name}\0{identity}\0".encode())
         with HeaderFile(path) as file:
-            digest.update(file.read(0, min(offsets, default=identity.nbytes)))
+            digest.update(file.read(0, data_offsets.get(path, identity.nbytes)))
     return digest.hexdigest()
 
 
