@@ -265,7 +265,7 @@ BAD_GGUF: dict[str, tuple[bytes, str]] = {
     "misaligned": (gguf_bytes([gguf_tensor("a", [4], GGML_F32, 16)], data=bytes(64)), "offset 16, not a multiple"),
     "offset-past-end": (gguf_bytes([gguf_tensor("a", [4], GGML_F32, 2**63)], data=bytes(64)), "truncated"),
     "truncated": (gguf_bytes([ONE], data=bytes(15)), "truncated"),
-    "overlap": (gguf_bytes([gguf_tensor("b", [16], 0, 32), gguf_tensor("a", [16], 0, 0)], data=bytes(96)), "'b' overlaps"),
+    "overlap": (gguf_bytes([gguf_tensor("b", [16], 0, 32), gguf_tensor("a", [16], 0, 0)], data=bytes(96)), "'b' over"),
     "duplicate": (gguf_bytes([ONE, gguf_tensor("a", [4], GGML_F32, 32)], data=bytes(64)), "tensor 'a' twice"),
     "split": (gguf_bytes([ONE], [gguf_entry("split.count", U8, b"\3")], bytes(16)), "one of 3 parts"),
 }  # fmt: skip
