@@ -33,10 +33,13 @@ from hetero.io.errors import ConfigError, HeteroError, IOEngineError
 from hetero.io.file import File
 from hetero.io.request import Request, split_request
 from hetero.io.stats import EngineStats, FileCounters, FileStats
+from hetero.io.tensor_info import FileIdentity
 
 __all__ = ["Engine", "EngineStats", "File", "FileStats", "Request"]
 
 logger = logging.getLogger("hetero.io")
+
+_LAST_CHANCE_S = 1.0  # how long close() waits for a backend of which a block has already timed out
 
 
 class _IOFuture(Future[int]):
@@ -118,7 +121,7 @@ class Engine:
         self._close_lock = threading.Lock()
         self._closing = False
         self._closed = False
-        self._files: dict[tuple[Path, bool], File] = {}
+        self._files: list[File] = []
         self._counters: dict[Path, FileCounters] = {}
         self._operations: dict[int, _Operation] = {}  # by first block id
         self._blocks: dict[int, tuple[_Operation, Block]] = {}  # waiting or in flight
@@ -137,16 +140,34 @@ class Engine:
     def open(self, path: str | os.PathLike[str], writable: bool = False) -> File:
         """Open an existing file, or return the open one if `path` still is that file. Raises IOEngineError."""
         self._check_process()
-        key = (Path(path).absolute(), writable)
+        where = Path(path).absolute()
+        file = self._reuse(where, writable)
+        if file is None:
+            # outside the lock: a slow file system must not hold up submissions
+            opened = File(where, writable=writable, direct=self._backend.direct, on_close=self._close_file)
+            try:
+                file = self._reuse(where, writable, otherwise=opened)
+            finally:
+                if file is not opened:
+                    opened.close_descriptors()
+        assert file is not None
+        return file
+
+    def _reuse(self, path: Path, writable: bool, otherwise: File | None = None) -> File | None:
+        """Count one more open of the file that is at `path` now; if it is not open, adopt `otherwise`."""
+        try:
+            identity = FileIdentity.of(path)
+        except OSError as error:
+            raise IOEngineError(path, 0, 0, error.errno or errno.EIO) from error
         with self._lock:
             self._check_open()
-            file = self._files.get(key)
-            if file is not None and _is_same_file(file):
-                file.num_opens += 1
-                return file
-            file = File(key[0], writable=writable, direct=self._backend.direct, on_close=self._close_file)
-            self._files[key] = file
-            return file
+            for file in self._files:
+                if file.is_at(path, writable, identity):
+                    file.num_opens += 1
+                    return file
+            if otherwise is not None:
+                self._files.append(otherwise)
+            return otherwise
 
     def _close_file(self, file: File) -> None:
         with self._lock:
@@ -156,10 +177,9 @@ class Engine:
     def _release_if_unused(self, file: File) -> None:
         if file.num_opens or file.num_pending:
             return
-        key = (file.path, file.writable)
-        if self._files.get(key) is file:
-            del self._files[key]
-        file.close_descriptors()
+        if file in self._files:
+            self._files.remove(file)
+            file.close_descriptors()
 
     # ---- requests ----
 
@@ -233,10 +253,20 @@ class Engine:
     # ---- the collector thread ----
 
     def _collect(self) -> None:
-        while not self._stop_collector:
-            self._settle(self._backend.collect(self._watch_s))
-            self._watch()
-            self._collector_cpu_s = time.thread_time()
+        try:
+            while not self._stop_collector:
+                self._settle(self._backend.collect(self._watch_s))
+                self._watch()
+                self._collector_cpu_s = time.thread_time()
+        except BaseException as error:
+            # Nobody is left to settle completions: an error for every caller, now, rather than a hang.
+            logger.exception("the collector thread of the I/O engine failed")
+            with self._lock:
+                self._closing = True
+                stranded = list(self._operations.values())
+                for operation in stranded:
+                    self._abandon(operation, errno.EIO, f"the engine failed: {error!r}")
+            _resolve(stranded)
 
     def _settle(self, completions: list[Completion]) -> None:
         done: list[_Operation] = []
@@ -286,10 +316,12 @@ class Engine:
                 found = [self._blocks[block_id][0] for block_id in overdue if block_id in self._blocks]
                 stuck = list({operation.first_id: operation for operation in found}.values())
             for operation in stuck:
-                self._abandon(operation)
+                self._abandon(
+                    operation, errno.ETIMEDOUT, f"no progress for {self.timeout_s:g} s: the disk does not answer"
+                )
         _resolve(stuck)
 
-    def _abandon(self, operation: _Operation) -> None:
+    def _abandon(self, operation: _Operation, error_number: int, detail: str) -> None:
         self._withdraw(operation, unless_started=False)
         path = operation.request.file.path
         for block_id in range(operation.first_id, operation.last_id + 1):
@@ -298,7 +330,7 @@ class Engine:
                 block = entry[1]
                 token = hold_range(block.address, block.useful_nbytes)
                 self._abandoned[block_id] = (path, block, token)
-        operation.fail(errno.ETIMEDOUT, f"no progress for {self.timeout_s:g} s: the disk does not answer")
+        operation.fail(error_number, detail)
         logger.warning("%s", operation.error)
         self._forget(operation)
 
@@ -356,8 +388,12 @@ class Engine:
             operation.future._settle_cancelled()
 
     def _release_everything(self) -> None:
-        stuck = not self._backend.close(0.0 if self._abandoned else self.timeout_s)
-        for file in list(self._files.values()):
+        stuck = not self._backend.close(_LAST_CHANCE_S if self._abandoned else self.timeout_s)
+        if not stuck:
+            for _, _, token in self._abandoned.values():
+                release_range(token)
+            self._abandoned.clear()
+        for file in list(self._files):
             file.num_opens = 0
             self._release_if_unused(file)
         if self._bounce is not None:
@@ -419,14 +455,6 @@ def _judge_short(operation: _Operation) -> None:
         )
     elif missing_nbytes >= PAGE_NBYTES:
         operation.fail(errno.EIO, f"read past the end of the file: it has {file_nbytes} bytes")
-
-
-def _is_same_file(file: File) -> bool:
-    try:
-        now = os.stat(file.path)
-    except OSError:
-        return False
-    return (now.st_dev, now.st_ino) == (file.identity.device, file.identity.inode)
 
 
 def _check_request(request: Request) -> None:

@@ -39,6 +39,12 @@ class File:
         self.num_pending = 0
         self._on_close = on_close
 
+    def is_at(self, path: Path, writable: bool, identity: FileIdentity) -> bool:
+        """Whether this is the open file for `path`, which has `identity` now, in the given mode."""
+        if self.num_opens == 0 or (path, writable) != (self.path, self.writable):
+            return False
+        return (identity.device, identity.inode) == (self.identity.device, self.identity.inode)
+
     def current_nbytes(self) -> int:
         return os.fstat(self.direct_fd if self.direct else self.plain_fd).st_size
 

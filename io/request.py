@@ -30,13 +30,15 @@ class Request:
 
 
 def split_request(request: Request, first_id: int, block_nbytes: int, slot_nbytes: int) -> list[Block]:
-    """Split into blocks with rising ids and offsets.
+    """Split into blocks with rising ids and offsets; an empty request has none.
 
     With O_DIRECT, whole 4096-byte pages whose file offset and address agree modulo 4096 go straight to their place, in
     blocks of `block_nbytes`. Other bytes of a read come through bounce slots, aligned outwards. Other bytes of a write
     take the file's plain descriptor where they cover part of a page (the page cache merges them, so that we never read,
     modify and write a page that a neighbour is changing) and bounce slots where they cover whole pages.
     """
+    if request.nbytes == 0:
+        return []
     start, end = request.offset, request.offset + request.nbytes
     body_start, body_end = round_up(start, PAGE_NBYTES), end // PAGE_NBYTES * PAGE_NBYTES
     agrees = (request.address - request.offset) % PAGE_NBYTES == 0

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hetero.io.arena import PAGE_NBYTES
 from hetero.io.backends.base import Block, Completion
@@ -26,7 +26,6 @@ class _Lane:
     block: Block | None = None
     progress_ns: int = 0
     cpu_s: float = 0.0
-    thread: threading.Thread | None = field(default=None, repr=False)
 
 
 class ThreadsBackend:
@@ -41,15 +40,18 @@ class ThreadsBackend:
         self._waiting: list[tuple[int, int, Block]] = []  # a heap
         self._finished: deque[Completion] = deque()
         self._stopping = False
-        self._abandoned = False
         self._closed = False
+        self._num_running = num_lanes
         self._done_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poll = select.poll()
         self._poll.register(self._done_fd, select.POLLIN)
         self._lanes = [_Lane(bounce_address + i * slot_nbytes) for i in range(num_lanes)]
-        for i, lane in enumerate(self._lanes):
-            lane.thread = threading.Thread(target=self._run, args=(lane,), name=f"hetero-io-{i}", daemon=True)
-            lane.thread.start()
+        self._threads = [
+            threading.Thread(target=self._run, args=(lane,), name=f"hetero-io-{i}", daemon=True)
+            for i, lane in enumerate(self._lanes)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def push(self, blocks: Sequence[Block]) -> None:
         with self._changed:
@@ -78,7 +80,8 @@ class ThreadsBackend:
         return completions
 
     def wake(self) -> None:
-        os.eventfd_write(self._done_fd, 1)
+        if not self._closed:  # afterwards the number may be another file's
+            os.eventfd_write(self._done_fd, 1)
 
     def in_flight(self) -> list[tuple[int, float]]:
         now_ns = time.monotonic_ns()
@@ -99,34 +102,42 @@ class ThreadsBackend:
             self._stopping = True
             self._changed.notify_all()
         deadline = time.monotonic() + timeout_s
-        for lane in self._lanes:
-            if lane.thread is not None:
-                lane.thread.join(max(0.0, deadline - time.monotonic()))
-        self._abandoned = any(lane.thread is not None and lane.thread.is_alive() for lane in self._lanes)
-        self._closed = True
-        if not self._abandoned:  # a thread left behind may still signal: then the descriptor stays with it
-            os.close(self._done_fd)
-        return not self._abandoned
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        with self._changed:
+            self._closed = True
+            if self._num_running == 0:
+                os.close(self._done_fd)
+            return self._num_running == 0
 
     def _run(self, lane: _Lane) -> None:
-        while True:
-            with self._changed:
-                while not self._waiting and not self._stopping:
-                    self._changed.wait()
-                if not self._waiting:
-                    return
-                block = heapq.heappop(self._waiting)[2]
-                start_ns = lane.progress_ns = time.monotonic_ns()
-                lane.block = block
-            error, device_nbytes = self._transfer(lane, block)
-            useful_nbytes = _take_from_slot(lane, block, device_nbytes, error)
-            lane.cpu_s = time.thread_time()
-            with self._changed:
-                lane.block = None
-                self._finished.append(
-                    Completion(block.block_id, error, useful_nbytes, device_nbytes, start_ns, time.monotonic_ns())
-                )
-            os.eventfd_write(self._done_fd, 1)
+        while self._run_one(lane):
+            pass
+        with self._changed:
+            self._num_running -= 1
+            if self._closed and self._num_running == 0:  # we were left behind: the descriptor was ours to close
+                os.close(self._done_fd)
+
+    def _run_one(self, lane: _Lane) -> bool:
+        """Wait for a block and carry it out. False when there is none and there will be none."""
+        with self._changed:
+            while not self._waiting and not self._stopping:
+                self._changed.wait()
+            if not self._waiting:
+                return False
+            block = heapq.heappop(self._waiting)[2]
+            start_ns = lane.progress_ns = time.monotonic_ns()
+            lane.block = block
+        error, device_nbytes = self._transfer(lane, block)
+        useful_nbytes = _take_from_slot(lane, block, device_nbytes, error)
+        lane.cpu_s = time.thread_time()
+        with self._changed:
+            lane.block = None
+            self._finished.append(
+                Completion(block.block_id, error, useful_nbytes, device_nbytes, start_ns, time.monotonic_ns())
+            )
+        os.eventfd_write(self._done_fd, 1)
+        return True
 
     def _transfer(self, lane: _Lane, block: Block) -> tuple[int, int]:
         """Move one block, part by part if need be. Returns (errno or 0, bytes moved)."""
@@ -146,7 +157,7 @@ class ThreadsBackend:
                 return (errno.EIO if block.write else 0), done
             done += moved
             lane.progress_ns = time.monotonic_ns()
-            if self._abandoned or (block.aligned and done % PAGE_NBYTES):
+            if self._closed or (block.aligned and done % PAGE_NBYTES):
                 break
         return 0, done
 

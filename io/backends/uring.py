@@ -23,8 +23,7 @@ class UringBackend:
         self.num_lanes = num_lanes
         self._ring = _uring.Ring(num_lanes, bounce_address, slot_nbytes)
         self._stopped = False
-        self._cpu_s = 0.0
-        self._done_fd = self._ring.done_fd  # closed by the ring's own state, never here
+        self._done_fd = self._ring.done_fd  # the ring closes it
         self._poll = select.poll()
         self._poll.register(self._done_fd, select.POLLIN)
 
@@ -43,7 +42,8 @@ class UringBackend:
         return [Completion._make(fields) for fields in self._ring.take()]
 
     def wake(self) -> None:
-        os.eventfd_write(self._done_fd, 1)
+        if not self._stopped:  # afterwards the number may be another file's
+            os.eventfd_write(self._done_fd, 1)
 
     def in_flight(self) -> list[tuple[int, float]]:
         return [(block_id, age_ns / 1e9) for block_id, age_ns in self._ring.in_flight()]

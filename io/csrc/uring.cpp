@@ -4,8 +4,8 @@
 // under a mutex, and collects completions from another after its eventfd becomes readable.
 //
 // Note [ownership]
-// State is shared by the Ring object and the thread. Whoever lets go last closes the descriptors and unmaps the rings, so
-// a thread that is left behind with a stuck block (see stop()) stays valid for as long as it needs.
+// State is shared by the Ring object and the thread. join() releases the descriptors and the rings; a thread that is left
+// behind with a stuck block keeps them for as long as it needs, and releases them itself when it can end.
 // A forked child has the memory but not the thread: there, everything of State is leaked on purpose, because a mutex or
 // a condition may have been copied in a locked state.
 
@@ -87,6 +87,11 @@ struct Lane {
 // The two rings shared with the kernel. Used by the owning thread only.
 class Rings {
   public:
+    Rings() = default;
+    Rings(const Rings&) = delete;
+    Rings& operator=(const Rings&) = delete;
+    ~Rings() { release(); }
+
     // Returns 0 or an errno.
     int setup(unsigned entries) {
         const unsigned attempts[] = {IORING_SETUP_CLAMP | IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN,
@@ -108,11 +113,13 @@ class Rings {
         return sq_ && cq_ && sqes_ ? 0 : errno;
     }
 
-    ~Rings() {
+    void release() {
         if (sqes_) munmap(sqes_, sqe_nbytes_);
         if (cq_) munmap(cq_, cq_nbytes_);
         if (sq_) munmap(sq_, sq_nbytes_);
         if (fd_ >= 0) close(fd_);
+        sqes_ = cq_ = sq_ = nullptr;
+        fd_ = -1;
     }
 
     // The caller keeps fewer operations outstanding than the ring has entries, so there is always a free one.
@@ -182,9 +189,13 @@ struct State {
     int done_fd = -1;  // thread -> Python: `finished` is not empty
     Rings rings;
 
-    ~State() {
+    ~State() { release(); }
+
+    void release() {
+        rings.release();
         if (wake_fd >= 0) close(wake_fd);
         if (done_fd >= 0) close(done_fd);
+        wake_fd = done_fd = -1;
     }
 };
 
@@ -326,6 +337,7 @@ void* thread_main(void* argument) {
         std::lock_guard<std::mutex> lock(state.mutex);
         state.final_cpu_ns = clock_ns(CLOCK_THREAD_CPUTIME_ID);
         state.exited = true;
+        if (state.abandoned) state.release();
     }
     state.changed.notify_all();
     return nullptr;
@@ -437,6 +449,7 @@ class Ring {
             if (!state_->changed.wait_for(lock, timeout, [&] { return state_->exited; })) return false;
         }
         pthread_join(thread_, nullptr);
+        state_->release();
         return joined_ = true;
     }
 
@@ -447,6 +460,7 @@ class Ring {
             std::lock_guard<std::mutex> lock(state_->mutex);
             state_->abandoned = true;
             state_->waiting.clear();
+            if (state_->exited) state_->release();
         }
         pthread_detach(thread_);
         joined_ = true;
