@@ -84,6 +84,7 @@ class Executor:
         self._next = 0  # schedule index that gets space in the first ring next
         self._next_read = 0  # schedule index whose disk read into staging starts next
         self._position = -1  # schedule index of the last streamed chunk that was leased
+        self._operator = 0  # ident of the thread inside an operation
         self._is_started = False
         self._is_closed = False
         self._broken: BaseException | None = None
@@ -97,7 +98,7 @@ class Executor:
         (IOEngineError), or OutOfMemoryError when the ring cannot hold the moment; no lease is open then.
         """
         start = perf_counter()
-        with self._changed:
+        with self._operation():
             self._check()
             self.stats.num_leases += 1
             self._is_started = True
@@ -119,7 +120,7 @@ class Executor:
 
     def release(self, chunk_ids: Sequence[int]) -> None:
         """Return the leases of one `acquire`. The caller must have dropped its views of streamed chunks."""
-        with self._changed:
+        with self._operation():
             for chunk_id in chunk_ids:
                 entry = self._resident.get(chunk_id) or self._live[chunk_id]
                 entry.leases -= 1
@@ -152,7 +153,7 @@ class Executor:
 
     def follow(self, schedule: Sequence[Run]) -> None:
         """Prefetch in this order from now on; what was prefetched for another order is dropped."""
-        with self._changed:
+        with self._operation():
             self._check()
             if self._schedule.is_same(schedule):
                 return
@@ -163,17 +164,18 @@ class Executor:
             self._schedule = Schedule(schedule)
             # Entries that stay are leased: they are older than anything of the new order.
             self._next = self._next_read = self._schedule.first_index_after(self._next)
+            self._pump()
 
     def prefetch(self) -> None:
         """Start filling the ring before the first lease. Does not block."""
-        with self._changed:
+        with self._operation():
             self._check()
             self._is_started = True
             self._pump()
 
     def close(self) -> None:
         """Stop prefetching and wait until no transfer can still write. Idempotent."""
-        with self._changed:
+        with self._operation():
             self._is_closed = True
             for entry in self._idle():
                 self._abandon(entry)
@@ -183,6 +185,17 @@ class Executor:
             for entry in self._resident.values():
                 entry.drop_views()
             self._drain()
+
+    @contextmanager
+    def _operation(self) -> Iterator[None]:
+        """Hold the lock. A completion that fires on this thread meanwhile (a cancelled read) must not start transfers
+        in the middle of what we change; every operation starts them at its end."""
+        with self._changed:
+            outer, self._operator = self._operator, threading.get_ident()
+            try:
+                yield
+            finally:
+                self._operator = outer
 
     # -- taking -------------------------------------------------------------------------------------------------------
 
@@ -269,8 +282,7 @@ class Executor:
     def _make_room(self, chunk: Chunk) -> bool:
         """Free space for a chunk that is needed now, furthest next use first. False: wait for what is in flight."""
         staging = self._staging if self._staging is not None and chunk.chunk_id not in self._host else None
-        is_staged = any(staged.chunk is chunk for staged in self._staged.values())
-        if staging is not None and not is_staged and not staging.can_fit(chunk.nbytes):
+        if staging is not None and self._staged_copy_of(chunk.chunk_id) is None and not staging.can_fit(chunk.nbytes):
             others = [staged for staged in self._staged.values() if staged.read is not None]
             if others:
                 furthest = max(others, key=lambda staged: staged.index)
@@ -402,10 +414,13 @@ class Executor:
         assert self._staging is not None
         while True:
             if self._urgent is not None:
-                if self._urgent.chunk_id in self._host or URGENT in self._staged or self._urgent.chunk_id in self._live:
+                if not self._needs_staging(self._urgent.chunk_id):
                     return False
                 index, run = URGENT, self._urgent
                 break
+            if len(self._schedule) and self._needs_staging(self._schedule[self._next].chunk_id):
+                # The next in line comes first, also when the copy that was staged for it served a surprise.
+                self._next_read = self._next
             self._next_read = max(self._next_read, self._next)
             if not self._is_started or self._next_read >= self._next + len(self._schedule):
                 return False
@@ -428,6 +443,15 @@ class Executor:
         staged.read = ChunkRead(self._engine, self._files, chunk, space.address, priority, done)
         return True
 
+    def _needs_staging(self, chunk_id: int) -> bool:
+        return (
+            chunk_id not in self._host and chunk_id not in self._live and self._staged_copy_of(chunk_id) is None
+        )
+
+    def _staged_copy_of(self, chunk_id: int) -> Staged | None:
+        copies = [staged for staged in self._staged.values() if staged.chunk.chunk_id == chunk_id]
+        return min(copies, key=lambda staged: staged.index, default=None)
+
     def _staged_done(self, staged: Staged, start_s: float, error: BaseException | None) -> None:
         with self._changed:
             self._num_in_flight -= 1
@@ -447,7 +471,7 @@ class Executor:
         staged = None
         source = self._host.get(run.chunk_id)
         if source is None:
-            staged = self._staged.get(URGENT if run is self._urgent else index)
+            staged = self._staged_copy_of(run.chunk_id)
             if staged is None or not staged.is_read or staged.error is not None:
                 return False
             source = staged.space.address
@@ -518,11 +542,12 @@ class Executor:
         self._free_staging(staged.space)
 
     def _pump_from_callback(self) -> None:
-        try:
-            if not self._is_closed:
-                self._pump()
-        except BaseException as error:  # surfaces at the next lease, on the model's thread
-            self._broken = error
+        if not self._is_closed and self._operator != threading.get_ident():
+            try:
+                with self._operation():
+                    self._pump()
+            except BaseException as error:  # surfaces at the next lease, on the model's thread
+                self._broken = error
         self._changed.notify_all()
 
     def _span(self, lane: str, name: str, start_s: float) -> None:
