@@ -5,8 +5,8 @@ Note [method]
     sizes that can be reached with them are the set bits of one integer, built by shift-or with doubling counts, so the
     best fill of any remaining room is one mask away. The other kinds are enumerated by branch and bound on top.
     Exact, up to three limits that real models do not reach: more than MAX_SPECIALS kinds with a value per byte of their
-    own (the rest are taken for bulk), more than MAX_NODES branches (the best so far is used), and more than MAX_BITS of
-    bitset (whole items are put in first, and the exact fill is for the room left).
+    own (the rest are taken for bulk), more than MAX_NODES branches (the best so far is used), and more room than
+    MAX_BITS / kinds ** 2 units (then whole items are put in first, and the exact fill is for the room left).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 MAX_SPECIALS = 10
 MAX_NODES = 2000
-MAX_BITS = 1 << 25
+MAX_BITS = 1 << 26
 
 
 class Item(NamedTuple):
@@ -140,7 +140,7 @@ class Sums:
         self._put_in = [0] * len(sizes)
         nums = [num for _, num in sizes]
         room = min(capacity_nbytes // self._unit, sum(s * n for s, n in zip(self._sizes, nums, strict=True)))
-        window = MAX_BITS // len(sizes)
+        window = max(MAX_BITS // len(sizes) ** 2, 4 * max(self._sizes))
         spare = room - max(window, -(-reserve_nbytes // self._unit))
         for i in sorted(range(len(sizes)), key=lambda i: self._sizes[i], reverse=True):
             if spare > 0:
@@ -174,17 +174,22 @@ class Sums:
         left = sum_nbytes // self._unit - self._base
         nums = list(self._put_in)
         for i in reversed(range(len(self._sizes))):
-            reached = self._reached[i]
-            bits = reached.to_bytes(reached.bit_length() // 8 + 1, "little")
-            num = 0
-            while not _has_bit(bits, left - num * self._sizes[i]):
-                num += 1
+            num = _first_reached(self._reached[i], left, self._sizes[i])
             nums[i] += num
             left -= num * self._sizes[i]
         assert left == 0
         return nums
 
 
-def _has_bit(bits: bytes, position: int) -> bool:
-    assert position >= 0
-    return position >> 3 < len(bits) and bool(bits[position >> 3] >> (position & 7) & 1)
+def _first_reached(reached: int, start: int, step: int) -> int:
+    """The smallest num such that bit `start - num * step` is set; there is one."""
+    if reached >> start & 1:
+        return 0
+    bits = reached.to_bytes(reached.bit_length() // 8 + 1, "little")  # a test of a large integer's bit copies it
+    num = 1
+    while True:
+        position = start - num * step
+        assert position >= 0
+        if position >> 3 < len(bits) and bits[position >> 3] >> (position & 7) & 1:
+            return num
+        num += 1

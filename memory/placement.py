@@ -12,7 +12,7 @@ Note [choice]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from hetero.memory.workload import Traffic, Workload
 MAX_TRIED_WITH_GPU = 7  # chunks: 3 ** 7 choices
 MAX_TRIED = 10  # chunks: 2 ** 10 choices
 MAX_RING_SIZES = 12
+MAX_RING_SIZES_WITH_GPU = 6  # for each of the two rings
 
 
 class Choice(NamedTuple):
@@ -36,6 +37,20 @@ class Choice(NamedTuple):
     staging_nbytes: int
 
 
+class _Rate:
+    """What a tier saves at most: the value of all chunks, and the best of them per byte."""
+
+    def __init__(self, workload: Workload, values: Mapping[int, int]) -> None:
+        nbytes = workload.nbytes
+        self._total = sum(values.values())
+        best = max(workload.free, key=lambda i: values[i] / nbytes[i], default=None)
+        self._value, self._nbytes = (0, 1) if best is None else (values[best], nbytes[best])
+
+    def least(self, room_nbytes: int) -> int:
+        """What `room_nbytes` of residents leave over at least."""
+        return max(0, self._total - room_nbytes * self._value // self._nbytes)
+
+
 class Placement:
     """All placements of one workload within one pair of budgets, which must have passed `Workload.check`."""
 
@@ -45,6 +60,8 @@ class Placement:
         first_nbytes = budgets.cpu_nbytes if budgets.gpu_nbytes is None else budgets.gpu_nbytes
         self._first_nbytes = first_nbytes - workload.pinned_nbytes
         self._second_nbytes = budgets.cpu_nbytes if self.has_gpu else 0
+        self._disk_rate = _Rate(workload, workload.disk_value)
+        self._link_rate = _Rate(workload, workload.link_value)
         if max_tried is None:
             max_tried = MAX_TRIED_WITH_GPU if self.has_gpu else MAX_TRIED
         self._tried = sorted(self._all_choices(), key=_order) if len(workload.free) <= max_tried else None
@@ -87,10 +104,11 @@ class Placement:
     def _ring_pairs(self) -> list[tuple[int, int]]:
         """Ring sizes at which the choice can change, smallest first."""
         workload = self.workload
-        sizes = _thin({0, *workload.nbytes.values()})
+        limit = MAX_RING_SIZES_WITH_GPU if self.has_gpu else MAX_RING_SIZES
+        sizes = _thin({0, *workload.nbytes.values()}, limit)
         rings = {workload.ring_for([i for i in workload.free if workload.nbytes[i] <= size]) for size in sizes}
-        rings |= {workload.size_of(need) for need in workload.needs}
-        pairs = set(product(_thin(rings), sizes if self.has_gpu else [0]))
+        rings |= set(workload.need_nbytes)
+        pairs = set(product(_thin(rings, limit), sizes if self.has_gpu else [0]))
         if self.has_gpu:
             # Budgets that are just large enough may leave this pair only.
             staging_nbytes, larger = workload.smallest_staging(self._first_nbytes + workload.pinned_nbytes)
@@ -101,16 +119,8 @@ class Placement:
         """A bound from below for `at`: all room is filled with what saves the most per byte."""
         first_nbytes = max(0, self._first_nbytes - ring_nbytes)
         second_nbytes = max(0, self._second_nbytes - staging_nbytes)
-        disk_nbytes = self._least(self._disk_value, first_nbytes + second_nbytes)
-        return Traffic(disk_nbytes, self._least(self._link_value, first_nbytes) if self.has_gpu else 0)
-
-    def _least(self, value_of: Callable[[int], int], room_nbytes: int) -> int:
-        nbytes = self.workload.nbytes
-        best = max(self.workload.free, key=lambda i: value_of(i) / nbytes[i], default=None)
-        if best is None:
-            return 0
-        total = sum(value_of(i) for i in self.workload.free)
-        return max(0, total - room_nbytes * value_of(best) // nbytes[best])
+        disk_nbytes = self._disk_rate.least(first_nbytes + second_nbytes)
+        return Traffic(disk_nbytes, self._link_rate.least(first_nbytes) if self.has_gpu else 0)
 
     # -- few chunks ---------------------------------------------------------------------------------------------------
 
@@ -163,7 +173,9 @@ class Placement:
     def _kept_for_ring(self, ring_nbytes: int) -> frozenset[int]:
         """What the first tier must keep so that every moment passes through a ring of this size, largest first."""
         kept: set[int] = set()
-        for need in self.workload.needs:
+        for need, need_nbytes in zip(self.workload.needs, self.workload.need_nbytes, strict=True):
+            if need_nbytes <= ring_nbytes:
+                continue
             streamed = sorted((i for i in need if i not in kept), key=lambda i: (-self.workload.nbytes[i], i))
             nbytes = self.workload.size_of(streamed)
             for i in streamed:
@@ -212,14 +224,8 @@ class Placement:
             yield first, resident - first
 
     def _fill(self, chunk_ids: Iterable[int], room_nbytes: int, *, link: bool = False) -> set[int]:
-        value_of = self._link_value if link else self._disk_value
-        return fill([Item(i, self.workload.nbytes[i], value_of(i)) for i in chunk_ids], room_nbytes)
-
-    def _disk_value(self, chunk_id: int) -> int:
-        return self.workload.specs[chunk_id].read_nbytes * self.workload.num_stays[chunk_id]
-
-    def _link_value(self, chunk_id: int) -> int:
-        return self.workload.nbytes[chunk_id] * self.workload.num_stays[chunk_id]
+        nbytes, value = self.workload.nbytes, self.workload.link_value if link else self.workload.disk_value
+        return fill([Item(i, nbytes[i], value[i]) for i in chunk_ids], room_nbytes)
 
     # -- where in the pass --------------------------------------------------------------------------------------------
 
@@ -229,7 +235,8 @@ class Placement:
         ring_nbytes = max(ring_nbytes, choice.ring_nbytes) if choice.ring_nbytes else 0
         staging_nbytes = max(staging_nbytes, choice.staging_nbytes) if choice.staging_nbytes else 0
         # Chunks of a moment that is larger than the ring cannot change places with others.
-        fixed = {i for need in workload.needs if workload.size_of(need) > ring_nbytes for i in need}
+        needs = zip(workload.needs, workload.need_nbytes, strict=True)
+        fixed = {i for need, need_nbytes in needs if need_nbytes > ring_nbytes for i in need}
         streamed = self._spread(workload.free, frozenset(workload.free) - choice.first, fixed)
         on_disk = streamed
         if choice.second:
@@ -306,10 +313,10 @@ def _order(choice: Choice) -> tuple[Traffic, int]:
     return choice.traffic, choice.ring_nbytes + choice.staging_nbytes
 
 
-def _thin(values: Iterable[int]) -> list[int]:
-    """At most MAX_RING_SIZES of the values, the smallest and the largest among them."""
+def _thin(values: Iterable[int], limit: int) -> list[int]:
+    """At most `limit` of the values, the smallest and the largest among them."""
     ordered = sorted(set(values))
-    if len(ordered) <= MAX_RING_SIZES:
+    if len(ordered) <= limit:
         return ordered
-    step = (len(ordered) - 1) / (MAX_RING_SIZES - 1)
-    return [ordered[round(position * step)] for position in range(MAX_RING_SIZES)]
+    step = (len(ordered) - 1) / (limit - 1)
+    return [ordered[round(position * step)] for position in range(limit)]

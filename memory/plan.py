@@ -30,7 +30,7 @@ from hetero.memory.plan_types import (
     uses_of,
 )
 from hetero.memory.simulate import Simulation, simulate
-from hetero.memory.workload import Workload
+from hetero.memory.workload import Traffic, Workload
 
 __all__ = [
     "BudgetError",
@@ -49,7 +49,8 @@ __all__ = [
 
 TOLERANCE = 0.005  # of the pass time: less than a measurement can tell apart
 MORE_MOMENTS = (0, 1, 2, 3, 5, 8)  # ring sizes tried: what is needed and so many typical moments more
-MORE_MOMENTS_WITH_GPU = (0, 1, 2, 4)  # for each of the two rings
+MORE_MOMENTS_WITH_GPU = (0, 1, 3)  # for each of the two rings
+NUM_PASSES_OF_SEARCH = 2
 
 
 def make_plan(chunks: Sequence[ChunkSpec], trace: Trace, budgets: Budgets, links: Links) -> Plan:
@@ -62,20 +63,23 @@ def make_plan(chunks: Sequence[ChunkSpec], trace: Trace, budgets: Budgets, links
     workload = Workload(chunks, trace)
     workload.check(budgets)
     placement = Placement(workload, budgets)
-    candidates = [_predicted(placement.residency(base := placement.best()), chunks, trace, links)]
+    base = placement.best()
+    candidates = [_predicted(placement.residency(base), chunks, trace, links, NUM_PASSES_OF_SEARCH)]
     fastest_s, floor_s = candidates[0].prediction.time_s, candidates[0].prediction.bound_s
     for ring_nbytes, staging_nbytes in _larger_rings(workload, placement.has_gpu, base):
         if fastest_s <= floor_s * (1 + TOLERANCE):
             break
         least = placement.least_traffic(ring_nbytes, staging_nbytes)
-        if least.disk_nbytes / links.disk_bytes_per_s >= fastest_s:
+        if max(_link_times_s(least, links).values()) >= fastest_s:
             continue
         choice = placement.at(ring_nbytes, staging_nbytes)
         if choice is not None:
             residency = placement.residency(choice, ring_nbytes, staging_nbytes)
-            candidates.append(_predicted(residency, chunks, trace, links))
+            candidates.append(_predicted(residency, chunks, trace, links, NUM_PASSES_OF_SEARCH))
             fastest_s = min(fastest_s, candidates[-1].prediction.time_s)
-    return min((p for p in candidates if p.prediction.time_s <= fastest_s * (1 + TOLERANCE)), key=_traffic_of)
+    fast = [plan for plan in candidates if plan.prediction.time_s <= fastest_s * (1 + TOLERANCE)]
+    chosen = min(fast, key=_traffic_of)
+    return replace(chosen, prediction=predict(simulate(chosen, chunks, trace, links, with_spans=False), trace, links))
 
 
 def smallest_budgets(chunks: Sequence[ChunkSpec], trace: Trace, *, gpu: bool) -> Budgets:
@@ -93,13 +97,14 @@ def _larger_rings(workload: Workload, has_gpu: bool, base: Choice) -> Iterator[t
     streamed = frozenset(workload.free) - base.first
     if not streamed:
         return
-    moments = [workload.size_of(i for i in need if i in streamed) for need in workload.needs]
+    moments = [workload.size_of(need & streamed) for need in workload.needs]
     rings = _sizes(base.ring_nbytes, median_low([nbytes for nbytes in moments if nbytes]), has_gpu)
     on_disk = [workload.nbytes[i] for i in streamed - base.second]
     stagings = [0]
     if has_gpu and on_disk:
         stagings = _sizes(base.staging_nbytes, median_low(on_disk), has_gpu)
-    yield from sorted(product(rings, stagings), key=lambda pair: (sum(pair), pair))
+    pairs = set(product(rings, stagings)) - {(base.ring_nbytes, base.staging_nbytes)}
+    yield from sorted(pairs, key=lambda pair: (sum(pair), pair))
 
 
 def _sizes(needed_nbytes: int, typical_nbytes: int, has_gpu: bool) -> list[int]:
@@ -110,7 +115,7 @@ def _sizes(needed_nbytes: int, typical_nbytes: int, has_gpu: bool) -> list[int]:
     return sorted(sizes)
 
 
-def _predicted(residency: Residency, chunks: Sequence[ChunkSpec], trace: Trace, links: Links) -> Plan:
+def _predicted(residency: Residency, chunks: Sequence[ChunkSpec], trace: Trace, links: Links, num_passes: int) -> Plan:
     first = residency.cpu_resident if links.gpu_bytes_per_s is None else residency.gpu_resident
     uses = uses_of((moment.chunk_ids for moment in trace.moments), streamed_chunks(chunks, trace, first))
     plan = Plan(
@@ -122,14 +127,14 @@ def _predicted(residency: Residency, chunks: Sequence[ChunkSpec], trace: Trace, 
         cpu_ring_nbytes=residency.cpu_ring_nbytes,
         prediction=Prediction(0.0, 0.0, "compute", 0, 0),
     )
-    return replace(plan, prediction=predict(simulate(plan, chunks, trace, links, with_spans=False), trace, links))
+    simulation = simulate(plan, chunks, trace, links, num_passes=num_passes, with_spans=False)
+    return replace(plan, prediction=predict(simulation, trace, links))
 
 
 def predict(simulation: Simulation, trace: Trace, links: Links) -> Prediction:
     """Sum a simulation up beside the bound: the busiest of the links, at their full rates, and compute."""
-    least_s = {"compute": trace.compute_s, "disk": simulation.disk_nbytes / links.disk_bytes_per_s}
-    if links.gpu_bytes_per_s is not None:
-        least_s["gpu link"] = simulation.gpu_link_nbytes / links.gpu_bytes_per_s
+    traffic = Traffic(simulation.disk_nbytes, simulation.gpu_link_nbytes)
+    least_s = {"compute": trace.compute_s, **_link_times_s(traffic, links)}
     bottleneck = max(least_s, key=lambda name: least_s[name])
     return Prediction(
         time_s=max(simulation.pass_s, least_s[bottleneck]),
@@ -138,6 +143,13 @@ def predict(simulation: Simulation, trace: Trace, links: Links) -> Prediction:
         disk_nbytes=simulation.disk_nbytes,
         gpu_link_nbytes=simulation.gpu_link_nbytes,
     )
+
+
+def _link_times_s(traffic: Traffic, links: Links) -> dict[str, float]:
+    times_s = {"disk": traffic.disk_nbytes / links.disk_bytes_per_s}
+    if links.gpu_bytes_per_s is not None:
+        times_s["gpu link"] = traffic.gpu_link_nbytes / links.gpu_bytes_per_s
+    return times_s
 
 
 def _traffic_of(plan: Plan) -> tuple[int, int, int]:

@@ -40,9 +40,9 @@ class Span(NamedTuple):
 class Simulation:
     """A steady pass. `stall_s`: how long each lane stands still in a pass; for compute that is waiting for chunks.
 
-    `peak_ring_nbytes` is per tier the most that was taken of its ring. `num_refetches` counts chunks fetched twice in a
-    pass because the gaps of a tight ring were too small for a moment of several chunks (then, and only then, is
-    `disk_nbytes` more than what is streamed). `spans` are those of all simulated passes.
+    `peak_ring_nbytes` is per tier the most that was taken of its ring. `num_refetches` counts chunks fetched twice, in
+    all steady passes, because the gaps of a tight ring were too small for a moment of several chunks; only then are the
+    bytes more than those of what is streamed. `spans` are those of all simulated passes.
     """
 
     pass_s: float

@@ -39,10 +39,13 @@ class Workload:
         self.pinned_nbytes = sum(self.specs[i].nbytes for i in self.pinned)
         free = frozenset(self.free)
         self._moments = [tuple(i for i in moment.chunk_ids if i in free) for moment in trace.moments]
-        self.needs = tuple({frozenset(ids) for ids in self._moments if ids})
+        self.needs = tuple(dict.fromkeys(frozenset(ids) for ids in self._moments if ids))
+        self.need_nbytes = tuple(self.size_of(need) for need in self.needs)
         self.num_stays = {i: 0 for i in self.free}
         for use in uses_of(self._moments, free):
             self.num_stays[use.chunk_id] += 1
+        self.disk_value = {i: self.specs[i].read_nbytes * num for i, num in self.num_stays.items()}
+        self.link_value = {i: self.nbytes[i] * num for i, num in self.num_stays.items()}
         self._is_simple = all(num == 1 for num in self.num_stays.values())
 
     def size_of(self, chunk_ids: Iterable[int]) -> int:
