@@ -261,14 +261,23 @@ def test_a_copy_takes_latency_plus_size_over_bandwidth(monkeypatch: pytest.Monke
     clock = Clock(monkeypatch)
     with rig(bandwidth_bytes_per_s=2 * MIB, latency_s=0.25) as r:
         gate = GatedEvent()  # holds the queue until all are issued, at one moment of the clock
+        told_s: list[float] = []
         events = [
-            r.device.copy(r.gpu.address, r.host.address, MIB, to_device=True, after=[gate]),
+            r.device.copy(
+                r.gpu.address,
+                r.host.address,
+                MIB,
+                to_device=True,
+                after=[gate],
+                on_done=lambda error: told_s.append(clock.now_s),
+            ),
             r.device.copy(r.gpu.address, r.host.address, MIB // 2, to_device=True),
             r.device.copy(r.gpu.address, r.host.address, 1, to_device=True),
         ]
         gate.open.set()
         r.device.synchronize()
         ends = [getattr(event, "passes_at_s") for event in events]  # noqa: B009
+        assert told_s == pytest.approx([100.75], abs=1e-9)  # nobody hears of a copy before it is due
         assert ends == pytest.approx([100.75, 101.25, 101.5], abs=1e-5)
         clock.now_s = 110.0
         later = r.device.copy(r.gpu.address, r.host.address, MIB, to_device=True)
@@ -338,11 +347,11 @@ def test_memory_of_a_closed_arena_is_forgotten() -> None:
     device.retire(arena.address, MIB)
     old = arena.address
     arena.close()
+    assert device._races is not None and device._races._retired == []
     second = device.allocate(MIB, name="second")
     host = Arena(MIB, name="host")
     if old in (host.address, second.address):
         device.copy(second.address, host.address, MIB, to_device=True).synchronize()
-    assert device._races is not None and device._races._retired == []
     device.close()
     second.close()
     host.close()
