@@ -64,18 +64,19 @@ def best_nums(kinds: tuple[Kind, ...], capacity_nbytes: int) -> tuple[int, ...]:
 
 def _split(kinds: Sequence[Kind]) -> tuple[list[int], list[int]]:
     """Indices of the bulk (the commonest value per byte) and of the specials, best value per byte first."""
+    rates = [_rate(kind) for kind in kinds]
     num_at: dict[tuple[int, int], int] = {}
-    for kind in kinds:
-        num_at[_rate(kind)] = num_at.get(_rate(kind), 0) + kind.num
+    for kind, rate in zip(kinds, rates, strict=True):
+        num_at[rate] = num_at.get(rate, 0) + kind.num
     value, nbytes = max(num_at, key=lambda rate: num_at[rate])
 
     def weight(i: int) -> float:  # what is lost at most when the kind is taken for bulk
         return abs(kinds[i].value - kinds[i].nbytes * value / nbytes) * kinds[i].num
 
-    special = sorted((i for i in range(len(kinds)) if _rate(kinds[i]) != (value, nbytes)), key=weight, reverse=True)
+    special = sorted((i for i, rate in enumerate(rates) if rate != (value, nbytes)), key=weight, reverse=True)
     special = sorted(special[:MAX_SPECIALS], key=lambda i: kinds[i].value / kinds[i].nbytes, reverse=True)
     bulk = [i for i in range(len(kinds)) if i not in special]
-    bulk.sort(key=lambda i: _rate(kinds[i]) != (value, nbytes))  # the first one states the rate
+    bulk.sort(key=lambda i: rates[i] != (value, nbytes))  # the first one states the rate
     return bulk, special
 
 
@@ -140,9 +141,11 @@ class Sums:
         self._put_in = [0] * len(sizes)
         nums = [num for _, num in sizes]
         room = min(capacity_nbytes // self._unit, sum(s * n for s, n in zip(self._sizes, nums, strict=True)))
-        window = max(MAX_BITS // len(sizes) ** 2, 4 * max(self._sizes))
+        window = max(MAX_BITS // len(sizes) ** 2, 16 * max(self._sizes))
         spare = room - max(window, -(-reserve_nbytes // self._unit))
-        for i in sorted(range(len(sizes)), key=lambda i: self._sizes[i], reverse=True):
+        ordered = sorted(range(len(sizes)), key=lambda i: self._sizes[i])
+        middle = self._sizes[ordered[len(sizes) // 2]]
+        for i in sorted(ordered, key=lambda i: abs(self._sizes[i] - middle)):  # the extremes combine to the most sums
             if spare > 0:
                 self._put_in[i] = min(nums[i], spare // self._sizes[i])
                 spare -= self._put_in[i] * self._sizes[i]

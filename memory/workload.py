@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
@@ -40,6 +41,7 @@ class Workload:
         free = frozenset(self.free)
         self._moments = [tuple(i for i in moment.chunk_ids if i in free) for moment in trace.moments]
         self.needs = tuple(dict.fromkeys(frozenset(ids) for ids in self._moments if ids))
+        self._shared_needs = tuple(need for need in self.needs if len(need) > 1)
         self.need_nbytes = tuple(self.size_of(need) for need in self.needs)
         self.num_stays = {i: 0 for i in self.free}
         for use in uses_of(self._moments, free):
@@ -53,7 +55,8 @@ class Workload:
 
     def ring_for(self, streamed: Collection[int]) -> int:
         """The smallest first-tier ring: the largest moment of streamed chunks."""
-        return max((sum(self.nbytes[i] for i in need if i in streamed) for need in self.needs), default=0)
+        largest = max((self.nbytes[i] for i in streamed), default=0)
+        return max([largest, *(sum(self.nbytes[i] for i in need if i in streamed) for need in self._shared_needs)])
 
     def traffic_of(self, streamed: frozenset[int], on_disk: frozenset[int], *, has_gpu: bool) -> Traffic:
         if self._is_simple:  # then nobody's residency changes how often another chunk comes
@@ -74,14 +77,18 @@ class Workload:
         A chunk resident on the cpu takes no less than staging it, so the cpu tier needs the largest chunk that the gpu
         tier cannot keep: the smallest size such that all larger ones fit the gpu beside the ring for the others.
         """
-        best = (max(self.nbytes.values(), default=0), frozenset[int]())
-        for size in [*sorted(set(self.nbytes.values()), reverse=True)[1:], 0]:
-            larger = frozenset(i for i in self.free if self.nbytes[i] > size)
-            streamed = frozenset(self.free) - larger
-            if self.pinned_nbytes + self.size_of(larger) + self.ring_for(streamed) > gpu_nbytes:
-                break
-            best = (size, larger)
-        return best
+        room_nbytes = gpu_nbytes - self.pinned_nbytes
+
+        def larger_than(size: int) -> frozenset[int]:
+            return frozenset(i for i in self.free if self.nbytes[i] > size)
+
+        def fits(size: int) -> bool:  # the larger the size, the easier
+            larger = larger_than(size)
+            return self.size_of(larger) + self.ring_for(frozenset(self.free) - larger) <= room_nbytes
+
+        sizes = sorted({0, *self.nbytes.values()})
+        smallest = sizes[min(bisect_left(sizes, True, key=fits), len(sizes) - 1)]
+        return smallest, larger_than(smallest)
 
     def check(self, budgets: Budgets) -> None:
         """Raise BudgetError, which carries the smallest that works, when a tier is too small."""
