@@ -5,16 +5,18 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero.memory.plan import BudgetError, ChunkSpec, Links, Moment, Plan, Prediction, Trace, make_plan
+from hetero.memory.plan import BudgetError, Budgets, ChunkSpec, Links, Moment, Plan, Prediction, Trace, make_plan
 from hetero.memory.plan_types import Use, uses_of
 from hetero.memory.ring import Ring, Space
 from hetero.memory.schedule import runs_of
 from hetero.memory.simulate import RingModel, Simulation, simulate
+from tests.memory.executor_rig import rig, write_chunks
 from tests.memory.planning import PAGE, budgets_for, chunk, links, one_each, workloads
 
 NOTHING = Prediction(0.0, 0.0, "compute", 0, 0)
@@ -218,6 +220,30 @@ def test_places_are_those_of_the_executors_ring(seed: int) -> None:
             taken.append((expected, found[0]))
             num_fits += 1
     assert num_fits > 100
+
+
+@pytest.mark.parametrize("budget", [8, 14, 22], ids=["little", "half", "most"])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_executor_reads_what_is_simulated(tmp_path: Path, budget: int, seed: int) -> None:
+    rng = random.Random(seed)
+    sizes = [rng.choice([1, 2, 5]) * PAGE - 200 for _ in range(12)]
+    order = [*range(12), 3]
+    written, _ = write_chunks(tmp_path, sizes)
+    chunks = [ChunkSpec(chunk_id=c.chunk_id, nbytes=c.nbytes, read_nbytes=c.read_nbytes) for c in written]
+    trace = Trace("decode", tuple(Moment(f"m{n}", (i,), 0.0) for n, i in enumerate(order)))
+    plan = make_plan(chunks, trace, Budgets(None, budget * PAGE), links(gpu=False))
+    simulation = simulate(plan, chunks, trace, links(gpu=False))
+    assert simulation.num_refetches == 0
+    runs = runs_of((moment.chunk_ids for moment in trace.moments), set(plan.schedule))
+    assert tuple(run.chunk_id for run in runs) == plan.schedule
+    with rig(tmp_path, sizes, ring_nbytes=plan.cpu_ring_nbytes, schedule=runs, resident=sorted(plan.cpu_resident)) as r:
+        r.check_all(order)
+        before = r.executor.stats.read_nbytes
+        for _ in range(4):
+            r.check_all(order)
+        # What is read ahead at the ends of two passes may differ by what the ring holds.
+        assert abs(r.executor.stats.read_nbytes - before - 4 * simulation.disk_nbytes) <= plan.cpu_ring_nbytes
+        assert r.executor.stats.num_demands == r.executor.stats.num_abandoned == 0
 
 
 # -- for every plan ---------------------------------------------------------------------------------------------------
