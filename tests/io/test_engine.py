@@ -168,7 +168,6 @@ def test_two_threads_submit_at_once(engine: Engine, path: Path, content: np.ndar
     file.close()
 
 
-@pytest.mark.usefixtures("no_leaks")
 def test_ten_thousand_small_requests_with_constant_descriptors(
     engine: Engine, path: Path, content: np.ndarray, arena: Arena
 ) -> None:
@@ -559,7 +558,6 @@ def test_a_forked_child_is_told_to_make_its_own_engine(backend: BackendName, pat
     ],
     ids=str,
 )
-@pytest.mark.usefixtures("no_leaks")
 def test_an_option_that_cannot_work_is_named_with_its_value(options: dict[str, object]) -> None:
     ((name, value),) = options.items()
     with pytest.raises(ConfigError) as caught:
@@ -605,7 +603,6 @@ def test_an_unknown_word_in_the_environment_is_refused(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS, errno.EINVAL, errno.ENOMEM, None], ids=str)
-@pytest.mark.usefixtures("no_leaks")
 def test_without_io_uring_auto_means_threads_and_one_line_says_so(
     code: int | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
