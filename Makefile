@@ -21,11 +21,12 @@ test: $(VENV)/.dev $(VENV)/.model
 test-package: $(VENV)/.dev $(VENV)/.model
 	$(PY) -m pytest -m package tests/packaging $(ARGS)
 
+# Without -S the editable install would show import-linter the checkout's root as a part of the package.
 check: $(VENV)/.dev
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
-	PYTHONPATH=. $(VENV)/bin/lint-imports
+	PYTHONPATH=.:$(wildcard $(VENV)/lib/python3*/site-packages) $(PY) -S $(VENV)/bin/lint-imports
 
 nightly: $(VENV)/.dev $(VENV)/.model
 	$(PY) -m pytest --timeout 3600 -m "slow or package or gpu" $(ARGS)

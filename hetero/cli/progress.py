@@ -38,6 +38,7 @@ class ProgressView:
         self._phase: str | None = None
         self._done_nbytes = 0
         self._phase_start_s = 0.0
+        self._last_report_s = 0.0
         self._stopped = False
 
     def __enter__(self) -> ProgressView:
@@ -63,12 +64,14 @@ class ProgressView:
     def __call__(self, report: ProgressReport) -> None:
         if self._stopped or report.phase == "decode":
             return
+        now_s = time.perf_counter()
         if report.phase != self._phase:
             self._finish_phase()
-            self._phase, self._phase_start_s = report.phase, time.perf_counter()
+            # A phase may report for the first time when a part of it is done: it began where the one before ended.
+            self._phase, self._phase_start_s = report.phase, self._last_report_s or now_s
             if self._bar is not None:
                 self._task = self._bar.add_task(report.phase, total=None)
-        self._done_nbytes = report.done_nbytes
+        self._done_nbytes, self._last_report_s = report.done_nbytes, now_s
         if self._bar is not None and self._task is not None:
             text = f"{report.phase} {report.message}".rstrip()
             self._bar.update(
@@ -90,7 +93,7 @@ class ProgressView:
             self._task = None
         if self._phase is None:
             return
-        elapsed_s = time.perf_counter() - self._phase_start_s
+        elapsed_s = self._last_report_s - self._phase_start_s
         rate = f", {format_rate(self._done_nbytes / elapsed_s)}" if self._done_nbytes and elapsed_s > 0 else ""
         line = f"{self._phase}: {format_nbytes(self._done_nbytes)} in {elapsed_s:.1f} s{rate}"
         self._console.print(line, style="dim", highlight=False)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.table import Table
@@ -77,18 +78,24 @@ def stats_line(stats: StatsDict) -> str:
 
 def print_plan(console: Console, plan: PlanDict) -> None:
     """Print a plan: a table of the tiers, a table of the phases, and what would help."""
-    console.print(f"{plan['model']}  {format_nbytes(plan['total_nbytes'])} in {plan['dtype']} on {plan['device']}")
+    summary = f"{format_nbytes(plan['total_nbytes'])} in {plan['dtype']} on {plan['device']}"
+    console.print(f"{plan['model']}: {summary}, context {plan['context']}", soft_wrap=True, highlight=False)
     console.print(_tier_table(plan["tiers"]))
     console.print(_phase_table(plan["phases"]))
     for note in plan["notes"]:
-        console.print(note)
+        console.print(note, soft_wrap=True, highlight=False)
+
+
+def _table(title: str, *columns: str) -> Table:
+    """Return a table whose first column holds names and whose others hold figures; it fits 80 columns."""
+    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0), show_edge=False)
+    for column in columns:
+        table.add_column(column, justify="left" if column == columns[0] else "right", no_wrap=True)
+    return table
 
 
 def _tier_table(tiers: Iterable[TierPlan]) -> Table:
-    table = Table("tier", title="Placement", title_justify="left")
-    columns = ("budget", "resident", "ring", "other", "streamed from here", "link")
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
+    table = _table("Placement", "tier", "budget", "resident", "ring", "other", "streamed", "over a link of")
     for tier in tiers:
         sizes = (
             tier["limit_nbytes"],
@@ -107,20 +114,18 @@ def _tier_table(tiers: Iterable[TierPlan]) -> Table:
 
 
 def _phase_table(phases: Iterable[PhasePlan]) -> Table:
-    table = Table("phase", title="Expected", title_justify="left")
-    for column in ("disk/pass", "gpu link/pass", "time/pass", "bound", "tokens/s"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("bottleneck")
+    table = _table("Expected per pass", "phase", "tokens", "disk", "gpu link", "time", "bound", "limit is", "tokens/s")
     for phase in phases:
         tokens_per_s = phase["tokens_per_s"]
         table.add_row(
             phase["phase"],
+            str(phase["num_tokens"]),
             format_nbytes(phase["disk_nbytes"]),
             format_nbytes(phase["gpu_link_nbytes"]),
             f"{phase['time_s'] * 1e3:.1f} ms",
             f"{phase['bound_s'] * 1e3:.1f} ms",
-            "-" if tokens_per_s is None else f"{tokens_per_s:.2f}",
             phase["bottleneck"],
+            "-" if tokens_per_s is None else f"{tokens_per_s:.2f}",
         )
     return table
 

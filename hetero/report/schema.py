@@ -5,7 +5,7 @@ Sizes are bytes, times seconds, rates bytes per second. None means "does not app
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 TierName = Literal["gpu", "cpu", "disk"]
 
@@ -23,9 +23,10 @@ class TierPlan(TypedDict):
 
 
 class PhasePlan(TypedDict):
-    """One pass of a phase. `bound_s` is the time below which no schedule can go."""
+    """One pass of a phase, for `num_tokens` tokens. `bound_s` is the time below which no schedule can go."""
 
     phase: str
+    num_tokens: int
     disk_nbytes: int
     gpu_link_nbytes: int
     time_s: float
@@ -35,29 +36,33 @@ class PhasePlan(TypedDict):
 
 
 class PlanDict(TypedDict):
-    """A plan. `notes` are sentences for a person: the cheapest improvement, a measured rate that was assumed."""
+    """A plan. `notes` are sentences for a person."""
 
     model: str
+    total_nbytes: int
     dtype: str
     device: str
-    total_nbytes: int
+    context: int
+    num_chunks: int
+    chunk_nbytes: int
     tiers: list[TierPlan]
     phases: list[PhasePlan]
     notes: list[str]
 
 
 class LinkStats(TypedDict):
-    """What crossed one link. `bytes_per_s` is over the time the link was busy, `decode_nbytes_per_token` an average."""
+    """What crossed one link, its rate over the time of the passes, and what the link can do."""
 
-    moved_nbytes: int
-    decode_nbytes_per_token: float | None
+    nbytes: int
     bytes_per_s: float | None
     limit_bytes_per_s: float | None
 
 
 class TierStats(TypedDict):
+    used_nbytes: int
     peak_nbytes: int
     limit_nbytes: int
+    holders: dict[str, int]
 
 
 class StatsDict(TypedDict):
@@ -67,6 +72,13 @@ class StatsDict(TypedDict):
     prompt_tokens_per_s: float
     generation_tokens: int
     generation_tokens_per_s: float
+    num_passes: int
+    disk_nbytes_per_token: float | None
+    pass_s: float | None
+    bound_s: float
+    bottleneck: str
     links: dict[str, LinkStats]
     tiers: dict[str, TierStats]
     baseline_nbytes: int
+    executor: dict[str, Any]
+    io: dict[str, Any]

@@ -21,25 +21,22 @@ STATS: StatsDict = {
     "prompt_tokens_per_s": 35.04,
     "generation_tokens": 3,
     "generation_tokens_per_s": 8.25,
+    "num_passes": 3,
+    "disk_nbytes_per_token": 4096.0,
+    "pass_s": 0.02,
+    "bound_s": 0.01,
+    "bottleneck": "disk",
     "links": {
-        "disk": {
-            "moved_nbytes": 1 << 20,
-            "decode_nbytes_per_token": 4096.0,
-            "bytes_per_s": 3.1e9,
-            "limit_bytes_per_s": 3.9e9,
-        },
-        "gpu": {
-            "moved_nbytes": 1 << 20,
-            "decode_nbytes_per_token": 4096.0,
-            "bytes_per_s": 1.5e9,
-            "limit_bytes_per_s": None,
-        },
+        "disk": {"nbytes": 1 << 20, "bytes_per_s": 3.1e9, "limit_bytes_per_s": 3.9e9},
+        "gpu link": {"nbytes": 1 << 20, "bytes_per_s": 1.5e9, "limit_bytes_per_s": None},
     },
     "tiers": {
-        "gpu": {"peak_nbytes": 23 << 20, "limit_nbytes": 24 << 20},
-        "cpu": {"peak_nbytes": 47 << 20, "limit_nbytes": 48 << 20},
+        "gpu": {"used_nbytes": 1, "peak_nbytes": 23 << 20, "limit_nbytes": 24 << 20, "holders": {}},
+        "cpu": {"used_nbytes": 1, "peak_nbytes": 47 << 20, "limit_nbytes": 48 << 20, "holders": {}},
     },
     "baseline_nbytes": 400 << 20,
+    "executor": {},
+    "io": {},
 }
 
 PLAN: PlanDict = {
@@ -47,6 +44,9 @@ PLAN: PlanDict = {
     "dtype": "bfloat16",
     "device": "emulated",
     "total_nbytes": 92 << 20,
+    "context": 2048,
+    "num_chunks": 31,
+    "chunk_nbytes": 3 << 20,
     "tiers": [
         {
             "tier": "gpu",
@@ -70,6 +70,7 @@ PLAN: PlanDict = {
     "phases": [
         {
             "phase": "decode",
+            "num_tokens": 1,
             "disk_nbytes": 40 << 20,
             "gpu_link_nbytes": 76 << 20,
             "time_s": 0.0125,

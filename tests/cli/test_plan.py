@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,15 +11,20 @@ import pytest
 from hetero.cli import render
 
 
-def test_tables_show_placement_bound_and_bottleneck(hetero_command: Callable[..., Any], plan: dict[str, Any]) -> None:
+@pytest.mark.parametrize("width", ["80", "200"])
+def test_tables_show_placement_bound_and_bottleneck(
+    hetero_command: Callable[..., Any], plan: dict[str, Any], monkeypatch: pytest.MonkeyPatch, width: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", width)
     outcome = hetero_command("plan", "tiny.gguf", "--cpu-memory", "48MiB")
 
     assert outcome.exit_code == 0
-    rows = [re.sub(r"[^\S\n]*[│┃][^\S\n]*", "|", line).strip("|") for line in outcome.stdout.splitlines()]
-    assert "gpu|24.0 MiB|16.0 MiB|6.0 MiB|2.0 MiB|-|-" in rows
-    assert "disk|-|-|-|-|40.0 MiB|3.9 GB/s" in rows
-    assert "decode|40.0 MiB|76.0 MiB|12.5 ms|10.7 ms|80.00|disk" in rows
-    assert "18 MiB more of cpu memory would keep everything in RAM" in outcome.stdout
+    rows = [" ".join(line.split()) for line in outcome.stdout.splitlines()]
+    assert rows[0] == "tiny.gguf: 92.0 MiB in bfloat16 on emulated, context 2048"
+    assert "gpu 24.0 MiB 16.0 MiB 6.0 MiB 2.0 MiB - -" in rows
+    assert "disk - - - - 40.0 MiB 3.9 GB/s" in rows
+    assert "decode 1 40.0 MiB 76.0 MiB 12.5 ms 10.7 ms disk 80.00" in rows
+    assert "18 MiB more of cpu memory would keep everything in RAM" in rows
     assert plan["arguments"]["cpu_memory"] == "48MiB"
 
 
