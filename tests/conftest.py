@@ -24,8 +24,10 @@ _SETTLE_S = 5.0
 
 def pytest_configure(config: pytest.Config) -> None:
     import torch
+    import tqdm
 
     torch.set_num_threads(2)
+    tqdm.tqdm.monitor_interval = 0  # its thread never ends, and would count as a leak of whoever drew the first bar
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
