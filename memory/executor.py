@@ -207,8 +207,7 @@ class Executor:
 
     def _take_all(self, chunk_ids: Sequence[int], taken: list[Residency]) -> None:
         try:
-            for chunk_id in chunk_ids:
-                taken.append(self._take(chunk_id))
+            self._take_each(chunk_ids, taken)
         except OutOfMemoryError:
             # The first chunks of the moment may lie where the others do not fit beside them, or an alias may only be
             # kept by a dead reference cycle: start from an empty ring.
@@ -218,17 +217,27 @@ class Executor:
             self.stats.num_collections += 1
             gc.collect()
             self._drain()
-            for chunk_id in chunk_ids:
-                taken.append(self._take(chunk_id))
+            self._take_each(chunk_ids, taken)
 
-    def _take(self, chunk_id: int) -> Residency:
-        entry = self._resident.get(chunk_id)
-        if entry is None:
-            entry = self._live.get(chunk_id) or self._summon(chunk_id)
-            self._position = max(self._position, entry.index)
-            self._pass_over(self._position)
+    def _take_each(self, chunk_ids: Sequence[int], taken: list[Residency]) -> None:
+        """Lease the chunks of a moment; `taken` grows by each, so that the caller can undo, and ends in their order."""
+        # What is there is leased first: taking the others would pass over it, or make room with it.
+        for chunk_id in chunk_ids:
+            entry = self._resident.get(chunk_id) or self._live.get(chunk_id)
+            if entry is not None:
+                self._lease(entry, taken)
+        present = {entry.chunk.chunk_id for entry in taken}
+        for chunk_id in chunk_ids:
+            if chunk_id not in present:
+                self._lease(self._live.get(chunk_id) or self._summon(chunk_id), taken)
+        self._pass_over(self._position)
+        by_id = {entry.chunk.chunk_id: entry for entry in taken}
+        taken[:] = [by_id[chunk_id] for chunk_id in chunk_ids]
+
+    def _lease(self, entry: Residency, taken: list[Residency]) -> None:
         entry.leases += 1
-        return entry
+        taken.append(entry)
+        self._position = max(self._position, entry.index)
 
     def _undo(self, taken: list[Residency]) -> None:
         for entry in taken:
