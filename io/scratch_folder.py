@@ -100,10 +100,8 @@ class RunFolder:
     def remove(self) -> None:
         """Delete our files, then the folder if nothing else is in it, then release the lock. Never raises OSError.
 
-        In a forked child it does nothing: everything belongs to the parent.
+        Not to be called in a forked child: everything belongs to the process that made it.
         """
-        if self.pid != os.getpid():
-            return
         # The marker goes last: what a crash in between leaves behind can still be swept.
         for delete, path in ((os.unlink, self.data_path), (os.unlink, self.path / MARKER_NAME), (os.rmdir, self.path)):
             try:
@@ -170,8 +168,6 @@ def _delete_if_dead(parent_fd: int, folder_fd: int, marker_fd: int, name: str, e
         fcntl.flock(marker_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return "its owner is alive"
-    if os.fstat(marker_fd).st_nlink == 0:
-        return "another process has just swept it"
     marker = Marker.from_json(os.pread(marker_fd, MAX_MARKER_NBYTES, 0))
     if marker is None or marker.name != name:
         return "its marker is not one of ours"

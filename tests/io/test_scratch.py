@@ -31,6 +31,13 @@ no_leaks = pytest.mark.usefixtures("no_leaks")
 PAGE = 4096
 
 
+def _target(descriptor: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except FileNotFoundError:  # the one that listed the folder
+        return ""
+
+
 def names(folder: Path) -> list[str]:
     return sorted(os.listdir(folder))
 
@@ -181,9 +188,12 @@ def test_close_is_idempotent_and_leaves_the_users_files(tmp_path: Path) -> None:
 def test_a_store_nobody_holds_is_removed(tmp_path: Path) -> None:
     with Engine() as engine:
         store = ScratchStore(tmp_path, PAGE, engine=engine)
+        path = str(store.path)
         del store
         gc.collect()
         assert names(tmp_path) == []
+        # An open descriptor would keep the blocks on the disk.
+        assert not [link for link in os.listdir("/proc/self/fd") if path in _target(link)]
 
 
 @pytest.mark.parametrize("ending", ["pass", "sys.exit(3)", "raise SystemError", "store.close()"])
