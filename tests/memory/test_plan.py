@@ -150,6 +150,31 @@ def test_disk_traffic_counts_before_the_gpu_link() -> None:
     assert residency.cpu_resident == frozenset()
 
 
+@pytest.mark.parametrize(
+    ("sizes", "gpu_pages", "cpu_pages", "disk_pages"),
+    [
+        pytest.param([7, 7, 4, 4, 7, 24, 24, 7, 4], 75, 12, 18, id="room for one more on the gpu"),
+        pytest.param([9, 8, 10, 9, 8, 9, 8, 9, 9, 8], 43, 34, 34, id="both tiers to the last page"),
+    ],
+)
+def test_the_tiers_are_filled_as_one_room(sizes: list[int], gpu_pages: int, cpu_pages: int, disk_pages: int) -> None:
+    # Filling the gpu tier first leaves chunks that do not fit the cpu tier as well.
+    chunks = [chunk(i, size) for i, size in enumerate(sizes)]
+    budgets = Budgets(gpu_pages * PAGE, cpu_pages * PAGE)
+    residency = make_residency(chunks, one_each(len(sizes)), budgets)
+    assert traffic_of(chunks, one_each(len(sizes)), residency, gpu=True)[0] == disk_pages * PAGE
+
+
+@pytest.mark.parametrize("staged", [9, 17, 29, 30])
+def test_many_sizes_do_not_hide_the_only_choice_that_fits(staged: int) -> None:
+    # The gpu tier can just keep all that is larger than `staged` pages, the cpu tier just stage that.
+    chunks = [chunk(i, i + 1) for i in range(30)]
+    budgets = Budgets((sum(range(staged + 1, 31)) + staged) * PAGE, staged * PAGE)
+    residency = make_residency(chunks, one_each(30), budgets)
+    assert residency.gpu_resident == set(range(staged, 30))
+    assert (residency.gpu_ring_nbytes, residency.cpu_ring_nbytes) == (staged * PAGE, staged * PAGE)
+
+
 def test_keeping_the_largest_chunk_shrinks_the_ring() -> None:
     # Streaming the 6-page chunk takes a ring of 6; keeping it leaves 1 page, which is ring enough for the others.
     chunks = [chunk(0, 6), *(chunk(i, 1) for i in range(1, 6))]
@@ -276,6 +301,23 @@ def test_chunks_from_disk_are_spread_among_those_that_cross_the_gpu_link() -> No
     assert (len(crossing), len(on_disk)) == (12, 4)
     assert {b - a for a, b in pairwise(crossing)} == {2}
     assert {b - a for a, b in pairwise(on_disk)} == {6}
+
+
+def test_spreading_keeps_what_makes_a_large_moment_fit_the_ring() -> None:
+    # One of chunks 2 and 3 has to stay: a ring of two pages is all there is.
+    chunks = [chunk(i, 2) for i in range(4)]
+    uses = [(0,), (1,), (2, 3)]
+    trace = Trace("decode", tuple(Moment(f"m{n}", ids, 1.0) for n, ids in enumerate(uses)))
+    residency = make_residency(chunks, trace, Budgets(None, 4 * PAGE))
+    assert len(residency.cpu_resident & {2, 3}) == 1
+    assert residency.cpu_ring_nbytes == 2 * PAGE
+
+
+def test_spreading_does_not_break_a_stay_in_two() -> None:
+    # While chunk 2 is resident, chunk 1 stays over its moment; chunk 0 is no such bridge. Chunk 3 needs the large ring.
+    chunks = [chunk(0), chunk(1, 3), chunk(2), chunk(3, 3)]
+    trace = Trace("decode", tuple(Moment(f"m{n}", (i,), 1.0) for n, i in enumerate([0, 1, 2, 1, 3])))
+    assert make_residency(chunks, trace, Budgets(None, 4 * PAGE)).cpu_resident == {2}
 
 
 # -- plans ------------------------------------------------------------------------------------------------------------

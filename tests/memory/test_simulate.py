@@ -164,6 +164,14 @@ def test_the_disk_reads_ahead_while_chunks_of_the_cpu_are_copied() -> None:
     assert bars(simulation, "disk")[0] == ("chunk 3", 0.0, 1.0)
 
 
+def test_staging_runs_at_most_one_pass_ahead() -> None:
+    # The staging ring has room for three copies of the one streamed chunk; the third is read for the third pass, when
+    # the second has left for the gpu tier.
+    plan = plan_of((0,), cpu_ring=3, gpu_ring=1)
+    simulation = simulate(plan, [chunk(0)], one_each(1, 10.0), links(gpu=True))
+    assert bars(simulation, "disk") == [("chunk 0", 0.0, 1.0), ("chunk 0", 1.0, 2.0), ("chunk 0", 11.5, 12.5)]
+
+
 def test_the_timeline_is_that_of_the_rules() -> None:
     chunks = [chunk(0), chunk(1)]
     plan = plan_of((0, 1), cpu={1}, cpu_ring=1, gpu_ring=1)
