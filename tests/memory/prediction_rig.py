@@ -4,11 +4,11 @@ Nothing real is timed: the disk is a throttled backend over the page cache, the 
 is a sleep. What is left is exactly what the simulation claims to know: the order, the overlap, the rings.
 
 Note [measured parts]
-    On a busy machine threads wake up late, by milliseconds where other processes want the cores. The links do not suffer
-    (their due times are absolute), but a moment that waits for a chunk starts late and a sleep ends late. So each moment
-    is timed from when it could have started (its request, or the due time of its last chunk) to its end, and the
-    prediction that counts is the simulation with these times. How long moments wait for chunks is never measured.
-    Means on both sides, since they add up: the median of a pass is more than the sum of its moments' medians.
+    On a busy machine threads wake up late, by milliseconds where other processes want the cores. The links do not
+    suffer (their due times are absolute), but a moment that waits for a chunk starts late and a sleep ends late. So
+    each moment is timed from when it could have started (its request, or the due time of its last chunk) to its end,
+    and the prediction that counts is the simulation with these times. How long moments wait for chunks is never
+    measured. Means on both sides, since they add up: the median of a pass is more than the sum of its moments' medians.
 """
 
 from __future__ import annotations
@@ -58,15 +58,7 @@ MODELS = {
     # Experts: moments of two chunks; the head is used at both ends of the pass, one chunk by two moments in a row.
     "shared": Model(
         (1536, *(768,) * 12),
-        (
-            (0,),
-            *((2 * i + 1, 2 * i + 2) for i in range(3)),
-            (6,),
-            (7,),
-            *((2 * i, 2 * i + 1) for i in range(4, 6)),
-            (12,),
-            (0,),
-        ),
+        ((0,), (1, 2), (3, 4), (5, 6), (6,), (7,), (8, 9), (10, 11), (12,), (0,)),
         (1.0,) * 10,
     ),
 }

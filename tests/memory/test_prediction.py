@@ -23,7 +23,7 @@ def random_workload(rng: random.Random, *, shared: bool, gpu: bool) -> tuple[lis
     """Times and rates are irregular, so that two things hardly ever happen at once."""
     chunks = [chunk(i, rng.randint(1, 4)) for i in range(rng.randint(1, 9))]
     ids = range(len(chunks))
-    uses = [(i,) for i in ids]
+    uses: list[tuple[int, ...]] = [(i,) for i in ids]
     if shared:
         uses = [tuple(rng.sample(ids, min(len(ids), rng.randint(1, 3)))) for _ in range(rng.randint(1, 8))]
     moments = [Moment(f"m{n}", use, rng.choice([0.2, 1, 3]) * rng.uniform(0.5, 1.5)) for n, use in enumerate(uses)]
