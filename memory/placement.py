@@ -6,8 +6,8 @@ Note [choice]
     `at` places for given ring sizes. Few chunks: every choice is tried. Else, without a gpu tier: larger moments are
     made to fit by keeping their largest chunks, and the room is filled exactly (`fill`); with moments of one chunk that
     is the optimum. With a gpu tier, three ways to share the chunks between the tiers are tried and the best is taken:
-    gpu first, cpu first, and both as one room that is then split. What stays streamed then is less than one chunk per
-    tier away from the optimum.
+    gpu first, cpu first, and both as one room that is then split. That is near the optimum, not always at it; the tests
+    hold it to one chunk of disk traffic on small cases of moments of one chunk.
 """
 
 from __future__ import annotations
