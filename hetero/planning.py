@@ -18,6 +18,7 @@ from hetero.memory.chunk import align_up
 from hetero.memory.plan import make_plan, smallest_budgets
 from hetero.memory.plan_types import BudgetError, Budgets, ChunkSpec, Links, Plan, Prediction, Trace
 from hetero.memory.simulate import simulate
+from hetero.report.schema import PhasePlan, PlanDict, TierPlan
 from hetero.sources import Source
 
 CHUNK_SIZES = tuple((1 << 25) >> step for step in range(8))  # 32 MiB down to 256 KiB
@@ -299,7 +300,7 @@ class PlanReport:
     def __init__(self, decision: Decision) -> None:
         self.decision = decision
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> PlanDict:
         d = self.decision
         return {
             "model": os.fspath(d.source.path),
@@ -317,7 +318,7 @@ class PlanReport:
             "notes": d.limits.lines(),
         }
 
-    def _tiers(self) -> Iterator[dict[str, Any]]:
+    def _tiers(self) -> Iterator[TierPlan]:
         d = self.decision
         sizes = {spec.chunk_id: spec.nbytes for spec in d.specs}
         used = {chunk_id for moment in d.trace.moments for chunk_id in moment.chunk_ids}
@@ -348,7 +349,7 @@ class PlanReport:
             "link_bytes_per_s": d.links.disk_bytes_per_s,
         }
 
-    def _phase(self, name: str, prediction: Prediction, num_tokens: int) -> dict[str, Any]:
+    def _phase(self, name: str, prediction: Prediction, num_tokens: int) -> PhasePlan:
         return {
             "phase": name,
             "num_tokens": num_tokens,
