@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -29,8 +30,8 @@ class Request:
     priority: int = 0
 
 
-def split_request(request: Request, first_id: int, block_nbytes: int, slot_nbytes: int) -> list[Block]:
-    """Split into blocks with rising ids and offsets; an empty request has none.
+def split_request(request: Request, request_id: int, block_nbytes: int, slot_nbytes: int) -> list[Block]:
+    """Split into blocks with rising ids, from `request_id` on, and rising offsets; an empty request has none.
 
     With O_DIRECT, whole 4096-byte pages whose file offset and address agree modulo 4096 go straight to their place, in
     blocks of `block_nbytes`. Other bytes of a read come through bounce slots, aligned outwards. Other bytes of a write
@@ -55,20 +56,24 @@ def split_request(request: Request, first_id: int, block_nbytes: int, slot_nbyte
     else:
         steps = [("bounce", start, end)]
     blocks: list[Block] = []
+    ids = itertools.count(request_id)
     for way, step_start, step_end in steps:
         if way == "bounce":
-            blocks.extend(_bounced(request, step_start, step_end, first_id + len(blocks), slot_nbytes))
+            blocks.extend(_bounced(request, step_start, step_end, request_id, ids, slot_nbytes))
         else:
-            blocks.extend(_unbounced(request, step_start, step_end, first_id + len(blocks), block_nbytes, way))
+            blocks.extend(_unbounced(request, step_start, step_end, request_id, ids, block_nbytes, way))
     return blocks
 
 
-def _unbounced(request: Request, start: int, end: int, first_id: int, block_nbytes: int, way: str) -> Iterator[Block]:
+def _unbounced(
+    request: Request, start: int, end: int, request_id: int, ids: Iterator[int], block_nbytes: int, way: str
+) -> Iterator[Block]:
     aligned = way == "direct"
     fd = request.file.direct_fd if aligned else request.file.plain_fd
-    for i, offset in enumerate(range(start, end, block_nbytes)):
+    for offset in range(start, end, block_nbytes):
         yield Block(
-            block_id=first_id + i,
+            block_id=next(ids),
+            request_id=request_id,
             priority=request.priority,
             fd=fd,
             offset=offset,
@@ -79,12 +84,15 @@ def _unbounced(request: Request, start: int, end: int, first_id: int, block_nbyt
         )
 
 
-def _bounced(request: Request, start: int, end: int, first_id: int, slot_nbytes: int) -> Iterator[Block]:
+def _bounced(
+    request: Request, start: int, end: int, request_id: int, ids: Iterator[int], slot_nbytes: int
+) -> Iterator[Block]:
     first_page = start // PAGE_NBYTES * PAGE_NBYTES
-    for i, offset in enumerate(range(first_page, end, slot_nbytes)):
+    for offset in range(first_page, end, slot_nbytes):
         copy_start, copy_end = max(start, offset), min(end, offset + slot_nbytes)
         yield Block(
-            block_id=first_id + i,
+            block_id=next(ids),
+            request_id=request_id,
             priority=request.priority,
             fd=request.file.direct_fd,
             offset=offset,

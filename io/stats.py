@@ -13,7 +13,10 @@ _MAX_NUM_SPANS = 64
 
 @dataclass(frozen=True, slots=True)
 class FileStats:
-    """What was done on one file since the engine started. A bounced read moves more device bytes than useful ones."""
+    """What was done on one file since the engine started: all of every request that is done, perhaps not yet of others.
+
+    A bounced read moves more device bytes than useful ones.
+    """
 
     path: Path
     num_reads: int

@@ -15,6 +15,7 @@ class Block(NamedTuple):
     """
 
     block_id: int  # rises with submission order, and with the offset inside a request
+    request_id: int  # the id of the request's first block
     priority: int
     fd: int
     offset: int
@@ -64,7 +65,10 @@ class Backend(Protocol):
         """
 
     def collect(self, timeout_s: float) -> list[Completion]:
-        """Wait, without the GIL, for completions, a `wake()` or the timeout; return what is finished, in order."""
+        """Wait, without the GIL, for news, a `wake()` or the timeout; return what is finished, in order.
+
+        News is a block that failed, or the last block of a request: the blocks before it do not wake Python.
+        """
 
     def wake(self) -> None:
         """Make a running `collect`, or the next one, return at once."""

@@ -10,7 +10,7 @@ import os
 import select
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,6 +38,7 @@ class ThreadsBackend:
         self.num_lanes = num_lanes
         self._changed = threading.Condition()
         self._waiting: list[tuple[int, int, Block]] = []  # a heap
+        self._num_left: Counter[int] = Counter()  # by request id: blocks waiting or in flight
         self._finished: deque[Completion] = deque()
         self._stopping = False
         self._closed = False
@@ -57,15 +58,20 @@ class ThreadsBackend:
         with self._changed:
             for block in blocks:
                 heapq.heappush(self._waiting, (block.priority, block.block_id, block))
+                self._num_left[block.request_id] += 1
             self._changed.notify(len(blocks))
 
     def withdraw(self, priority: int, first_id: int, last_id: int, *, unless_started: bool) -> list[int]:
         with self._changed:
-            ids = sorted(b for p, b, _ in self._waiting if p == priority and first_id <= b <= last_id)
+            found = [block for p, b, block in self._waiting if p == priority and first_id <= b <= last_id]
+            ids = sorted(block.block_id for block in found)
             if unless_started and len(ids) != last_id - first_id + 1:
                 return []
             if ids:
                 gone = set(ids)
+                if self._count_down(found[0].request_id, len(ids)):
+                    # what is left of the request may already be in _finished, and did not count as news then
+                    os.eventfd_write(self._done_fd, 1)
                 self._waiting = [entry for entry in self._waiting if entry[1] not in gone]
                 heapq.heapify(self._waiting)
             return ids
@@ -136,7 +142,17 @@ class ThreadsBackend:
             self._finished.append(
                 Completion(block.block_id, error, useful_nbytes, device_nbytes, start_ns, time.monotonic_ns())
             )
-        os.eventfd_write(self._done_fd, 1)
+            news = self._count_down(block.request_id, 1) or error
+        if news:
+            os.eventfd_write(self._done_fd, 1)
+        return True
+
+    def _count_down(self, request_id: int, num_blocks: int) -> bool:
+        """True when these were the last blocks of their request."""
+        self._num_left[request_id] -= num_blocks
+        if self._num_left[request_id] > 0:
+            return False
+        del self._num_left[request_id]
         return True
 
     def _transfer(self, lane: _Lane, block: Block) -> tuple[int, int]:

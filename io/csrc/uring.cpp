@@ -26,6 +26,7 @@
 #include <memory>
 #include <mutex>
 #include <tuple>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -62,12 +63,12 @@ int64_t clock_ns(clockid_t clock) {
 }
 
 // hetero.io.backends.base.Block, field by field
-using BlockTuple = std::tuple<int64_t, int64_t, int, uint64_t, uint64_t, uint64_t, bool, bool, uint64_t, uint64_t>;
+using BlockTuple = std::tuple<int64_t, int64_t, int64_t, int, uint64_t, uint64_t, uint64_t, bool, bool, uint64_t, uint64_t>;
 // hetero.io.backends.base.Completion, field by field
 using CompletionTuple = std::tuple<int64_t, int, uint64_t, uint64_t, int64_t, int64_t>;
 
 struct Block {
-    int64_t id;
+    int64_t id, request_id;
     int fd;
     uint64_t offset, nbytes, address;
     bool write, aligned;
@@ -180,16 +181,25 @@ struct State {
     std::mutex mutex;
     std::condition_variable changed;  // signalled when `ready` or `exited` is set
     std::map<std::pair<int64_t, int64_t>, Block> waiting;  // (priority, id) -> block, lowest first
+    std::unordered_map<int64_t, size_t> num_left;  // request id -> blocks waiting or in flight
     std::vector<Lane> lanes;
     std::vector<CompletionTuple> finished;
     bool ready = false, exited = false, stopping = false, abandoned = false;
     int setup_error = 0;
     int64_t final_cpu_ns = 0;
     int wake_fd = -1;  // Python -> thread: there is something new to start, or stop
-    int done_fd = -1;  // thread -> Python: `finished` is not empty
+    int done_fd = -1;  // thread -> Python: `finished` holds a request's last block, or an error
     Rings rings;
 
     ~State() { release(); }
+
+    // True when these were the last blocks of their request.
+    bool count_down(int64_t request_id, size_t num_blocks) {
+        const auto found = num_left.find(request_id);
+        if (found == num_left.end() || (found->second -= num_blocks) > 0) return false;
+        num_left.erase(found);
+        return true;
+    }
 
     void release() {
         rings.release();
@@ -278,7 +288,7 @@ class Worker {
     }
 
     void reap() {
-        bool finished = false;
+        bool news = false;
         io_uring_cqe cqe;
         std::lock_guard<std::mutex> lock(s_.mutex);
         while (s_.rings.pop(&cqe)) {
@@ -286,13 +296,13 @@ class Worker {
                 drain_fd(s_.wake_fd);
                 queue_wake_poll();
             } else {
-                finished |= advance(size_t(cqe.user_data), cqe.res);
+                news |= advance(size_t(cqe.user_data), cqe.res);
             }
         }
-        if (finished) signal_fd(s_.done_fd);
+        if (news) signal_fd(s_.done_fd);
     }
 
-    // Takes in one kernel result; asks for the rest of a partial transfer. True when the block is finished.
+    // Takes in one kernel result; asks for the rest of a partial transfer. True when Python should hear of it now.
     bool advance(size_t index, int result) {
         Lane& lane = s_.lanes[index];
         if (result == -EINTR || result == -EAGAIN) {
@@ -321,7 +331,7 @@ class Worker {
         s_.finished.emplace_back(b.id, error, useful, lane.done, lane.start_ns, now_ns());
         lane.active = false;
         num_active_--;
-        return true;
+        return s_.count_down(b.request_id, 1) || error;
     }
 
     State& s_;
@@ -389,9 +399,11 @@ class Ring {
         bool idle_lane = false;
         {
             std::lock_guard<std::mutex> lock(state_->mutex);
-            for (const auto& [id, priority, fd, offset, nbytes, address, write, aligned, skip, copy] : blocks)
+            for (const auto& [id, request_id, priority, fd, offset, nbytes, address, write, aligned, skip, copy] : blocks) {
                 state_->waiting.emplace(std::make_pair(priority, id),
-                                        Block{id, fd, offset, nbytes, address, write, aligned, skip, copy});
+                                        Block{id, request_id, fd, offset, nbytes, address, write, aligned, skip, copy});
+                state_->num_left[request_id]++;
+            }
             for (const Lane& lane : state_->lanes) idle_lane |= !lane.active;
         }
         if (idle_lane) signal_fd(state_->wake_fd);  // otherwise the thread looks here after its next completion
@@ -404,6 +416,8 @@ class Ring {
         const auto last = state_->waiting.upper_bound({priority, last_id});
         for (auto it = first; it != last; ++it) ids.push_back(it->first.second);
         if (unless_started && int64_t(ids.size()) != last_id - first_id + 1) return {};
+        // what is left of the request may already be in `finished`, and did not count as news then
+        if (first != last && state_->count_down(first->second.request_id, ids.size())) signal_fd(state_->done_fd);
         state_->waiting.erase(first, last);
         return ids;
     }

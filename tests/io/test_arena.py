@@ -91,9 +91,10 @@ def test_closing_with_live_views_keeps_the_memory_until_they_die(caplog: pytest.
 
 def test_closed_arena_has_no_array() -> None:
     arena = Arena(MIB, name="test")
-    assert not arena.closed
+    states = [arena.closed]
     arena.close()
-    assert arena.closed
+    states.append(arena.closed)
+    assert states == [False, True]
     assert arena.huge_nbytes == 0
     with pytest.raises(ConfigError, match="closed"):
         _ = arena.array

@@ -346,8 +346,9 @@ class Pipe:
         self.read_fd, self.write_fd = os.pipe()
         self.arena = Arena(4096, name="pipe")
 
-    def block(self, block_id: int, priority: int = 0) -> Block:
-        return Block(block_id, priority, self.read_fd, 0, 4096, self.arena.address, False, False)
+    def block(self, block_id: int, priority: int = 0, request_id: int | None = None) -> Block:
+        request_id = block_id if request_id is None else request_id
+        return Block(block_id, request_id, priority, self.read_fd, 0, 4096, self.arena.address, False, False)
 
     def fill(self) -> None:
         os.write(self.write_fd, bytes(4096))
@@ -412,6 +413,37 @@ def test_blocks_behind_a_busy_lane_start_in_order_and_can_be_withdrawn(lane: Bac
     completions = collect(lane, 5)
     assert [completion.block_id for completion in completions] == [0, 4, 5, 3, 2]
     assert {completion.device_nbytes for completion in completions} == {4096}
+
+
+def test_only_the_last_block_of_a_request_wakes_the_collector(lane: Backend, pipe: Pipe) -> None:
+    lane.push([pipe.block(i, request_id=0) for i in range(4)])
+    for started in (0, 1, 2):
+        wait_started(lane, started)
+        if started < 2:
+            pipe.fill()
+    assert lane.withdraw(0, 0, 3, unless_started=False) == [3]
+    pipe.fill()
+    assert [completion.block_id for completion in lane.collect(30.0)] == [0, 1, 2]
+
+
+def test_withdrawing_the_rest_wakes_the_collector_for_what_had_finished(lane: Backend, pipe: Pipe) -> None:
+    lane.push([pipe.block(0, request_id=0), pipe.block(1, request_id=0)])
+    wait_started(lane, 0)
+    lane.push([pipe.block(2, priority=-1)])
+    pipe.fill()
+    wait_started(lane, 2)
+    assert lane.withdraw(0, 0, 1, unless_started=False) == [1]
+    assert [completion.block_id for completion in lane.collect(30.0)] == [0]
+    pipe.fill()
+    assert [completion.block_id for completion in lane.collect(30.0)] == [2]
+
+
+def test_a_failed_block_wakes_the_collector_at_once(lane: Backend, pipe: Pipe) -> None:
+    bad = pipe.block(0, request_id=0)._replace(fd=-1)
+    lane.push([bad, pipe.block(1, request_id=0)])
+    assert [(completion.block_id, completion.error) for completion in lane.collect(30.0)] == [(0, errno.EBADF)]
+    pipe.fill()
+    assert [completion.block_id for completion in lane.collect(30.0)] == [1]
 
 
 def test_a_partial_transfer_is_continued(lane: Backend, pipe: Pipe) -> None:
