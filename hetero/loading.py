@@ -367,6 +367,7 @@ class Run:
             resident=places[first],
             host=places["cpu"] if first == "gpu" else {},
             schedule=runs_of(moments, set(plan.schedule)),
+            keepers=[arenas[first].keeper] if first in arenas else [],
         )
         self._stack.callback(self.executor.close)
 

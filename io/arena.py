@@ -76,6 +76,11 @@ class Arena:
         return np.asarray(self._mapping)
 
     @property
+    def keeper(self) -> object:
+        """Whoever holds this keeps the memory mapped, also after `close()`."""
+        return self._mapping
+
+    @property
     def huge_nbytes(self) -> int:
         """How many bytes sit on huge pages now, from /proc/self/smaps (0 where that cannot be read)."""
         return 0 if self._mapping is None else _huge_nbytes(self.address, self.nbytes)

@@ -41,10 +41,14 @@ class Event(Protocol):
 
 
 class ArenaLike(Protocol):
-    """Memory of one tier; whoever allocated it closes it, after every copy and alias over it has ended."""
+    """Memory of one tier; whoever allocated it closes it, after every copy over it has ended."""
 
     address: int
     nbytes: int
+
+    @property
+    def keeper(self) -> object:
+        """What an alias holds, so that the memory outlives `close` for as long as anybody can see it."""
 
     def close(self) -> None: ...
 

@@ -86,6 +86,10 @@ class _DeviceArena:
         self._tensor: torch.Tensor | None = tensor
         self._device = device
 
+    @property
+    def keeper(self) -> object:
+        return self._tensor
+
     def close(self) -> None:
         if self._tensor is not None:
             # torch knows of no use on our streams, so nothing may be running when it gets the memory back.
@@ -102,6 +106,10 @@ class _LockedArena:
         self._arena: Arena | None = arena
         self._device = device
         self._unlock = unlock
+
+    @property
+    def keeper(self) -> object:
+        return self._arena.keeper if self._arena is not None else None
 
     def close(self) -> None:
         if self._arena is not None:

@@ -166,6 +166,10 @@ class _DeviceArena:
         self._arena: Arena | None = arena
         self._on_close = on_close
 
+    @property
+    def keeper(self) -> object:
+        return self._arena.keeper if self._arena is not None else None
+
     def close(self) -> None:
         if self._arena is not None:
             self._on_close(self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -77,7 +78,8 @@ class Executor(Pipeline):
     def bytes_of(self, entry: Residency) -> torch.Tensor:
         """The leased chunk as uint8, shape (nbytes,), with a storage of its own. Valid while the lease is open."""
         if entry.tensor is None:
-            on_death = partial(self._dead.append, entry) if not entry.is_resident else _ignore
+            dead = None if entry.is_resident else self._dead
+            on_death = partial(_died, dead, entry, self._keepers)
             entry.tensor = alias(entry.space.address, entry.chunk.nbytes, self._device.torch_device, on_death)
         return entry.tensor
 
@@ -245,5 +247,7 @@ class Executor(Pipeline):
             raise entry.error
 
 
-def _ignore() -> None:
-    """A resident chunk's alias dies with the run; nothing waits for it."""
+def _died(dead: deque[Residency] | None, entry: Residency, keepers: tuple[object, ...]) -> None:
+    """Report the death of an alias, which held `keepers` until now. A resident's is of no consequence."""
+    if dead is not None:
+        dead.append(entry)

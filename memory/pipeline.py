@@ -40,7 +40,8 @@ class Pipeline:
 
     It owns no memory and no thread: `first` and `staging` are address ranges of arenas that outlive it, the engine and
     the device are the caller's. `resident` and `host` say where static residents lie (chunk id -> address); their bytes
-    must have been loaded before the first lease. `close` ends prefetching and waits for what is in flight.
+    must have been loaded before the first lease. Aliases hold `keepers` (those of the arenas), so that a view that
+    somebody keeps never dangles. `close` ends prefetching and waits for what is in flight.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Pipeline:
         resident: Mapping[int, int],
         host: Mapping[int, int],
         schedule: Sequence[Run],
+        keepers: Sequence[object] = (),
     ) -> None:
         self.stats = ExecutorStats()
         self.spans: list[tuple[str, str, float, float]] | None = None
@@ -62,6 +64,7 @@ class Pipeline:
         self._device, self._engine, self._files = device, engine, files
         self._first, self._staging = first, staging
         self._host = dict(host)
+        self._keepers = tuple(keepers)
         self._schedule = Schedule(schedule)
         self._changed = threading.Condition(threading.RLock())
         self._dead: deque[Residency] = deque()

@@ -6,8 +6,8 @@ Note [Lifetime of an alias]
     `Parameter`, `numpy()`, `untyped_storage()` and tensors saved by autograd all hold the storage. When the last of
     them dies, `on_death` runs on whichever thread dropped it, possibly inside the garbage collector, possibly while
     that thread holds a lock of ours. It may therefore only append to a `collections.deque` (atomic, takes no lock); the
-    executor drains it. A raw pointer is not protected, and neither is the memory itself: the arena must outlive every
-    alias, so its owner closes it only after all of them were reported dead.
+    executor drains it. A raw pointer is not protected, and neither is the memory itself: whoever makes an alias lets
+    `on_death` hold the arena's `keeper`, so that the pages stay mapped as long as a stranger's view.
     On a GPU this is host time: kernels may still read the slot. Events are recorded when the queue is drained.
 """
 
