@@ -23,7 +23,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 
 from hetero.io.arena import PAGE_NBYTES, Arena, hold_range, release_range
@@ -31,6 +30,7 @@ from hetero.io.backends.base import Backend, Block, Completion
 from hetero.io.backends.probe import BackendName, make_backend, num_lanes_for, requested_backend
 from hetero.io.errors import ConfigError, HeteroError, IOEngineError
 from hetero.io.file import File
+from hetero.io.operation import IOFuture, Operation, judge_short, resolve
 from hetero.io.request import Request, split_request
 from hetero.io.stats import EngineStats, FileCounters, FileStats
 from hetero.io.tensor_info import FileIdentity
@@ -40,44 +40,6 @@ __all__ = ["Engine", "EngineStats", "File", "FileStats", "Request"]
 logger = logging.getLogger("hetero.io")
 
 _LAST_CHANCE_S = 1.0  # how long close() waits for a backend of which a block has already timed out
-
-
-class _IOFuture(Future[int]):
-    """A future whose cancel() asks the engine whether the first block has started."""
-
-    def __init__(self, engine: Engine, first_id: int) -> None:
-        super().__init__()
-        self._engine = engine
-        self._first_id = first_id
-
-    def cancel(self) -> bool:
-        if not self._engine._withdraw_unstarted(self._first_id):
-            return self.cancelled()
-        self._settle_cancelled()
-        return True
-
-    def _settle_cancelled(self) -> None:
-        super().cancel()
-        self.set_running_or_notify_cancel()  # wakes concurrent.futures.wait() and as_completed()
-
-
-@dataclass(slots=True)
-class _Operation:
-    """One submitted request until its future is done. Guarded by the engine's lock."""
-
-    request: Request
-    future: _IOFuture
-    first_id: int
-    last_id: int
-    num_left: int
-    transferred_nbytes: int = 0
-    short_end: int | None = None  # file offset where the first short block stopped
-    error: IOEngineError | None = None
-
-    def fail(self, error_number: int, detail: str | None = None) -> None:
-        if self.error is None:
-            request = self.request
-            self.error = IOEngineError(request.file.path, request.offset, request.nbytes, error_number, detail)
 
 
 class Engine:
@@ -123,8 +85,8 @@ class Engine:
         self._closed = False
         self._files: list[File] = []
         self._counters: dict[Path, FileCounters] = {}
-        self._operations: dict[int, _Operation] = {}  # by first block id
-        self._blocks: dict[int, tuple[_Operation, Block]] = {}  # waiting or in flight
+        self._operations: dict[int, Operation] = {}  # by first block id
+        self._blocks: dict[int, tuple[Operation, Block]] = {}  # waiting or in flight
         self._abandoned: dict[int, tuple[Path, Block, int]] = {}  # with the token of the held range
         self._next_id = 0
         self._watch_s = min(timeout_s / 4, 1.0)
@@ -211,11 +173,11 @@ class Engine:
                 future.set_result(0)
         return futures
 
-    def _add_operation(self, request: Request) -> tuple[_Operation, list[Block]]:
+    def _add_operation(self, request: Request) -> tuple[Operation, list[Block]]:
         first_id = self._next_id
         blocks = split_request(request, first_id, self.block_nbytes, self._slot_nbytes)
-        future = _IOFuture(self, first_id)
-        operation = _Operation(request, future, first_id, first_id + len(blocks) - 1, len(blocks))
+        future = IOFuture(self._withdraw_unstarted, first_id)
+        operation = Operation(request, future, first_id, first_id + len(blocks) - 1, len(blocks))
         if blocks:
             self._next_id += len(blocks)
             self._operations[first_id] = operation
@@ -233,7 +195,7 @@ class Engine:
             self._forget(operation)
             return True
 
-    def _withdraw(self, operation: _Operation, *, unless_started: bool) -> bool:
+    def _withdraw(self, operation: Operation, *, unless_started: bool) -> bool:
         """Take waiting blocks out of the queue. True if that leaves the operation without blocks."""
         ids = self._backend.withdraw(
             operation.request.priority, operation.first_id, operation.last_id, unless_started=unless_started
@@ -243,7 +205,7 @@ class Engine:
         operation.num_left -= len(ids)
         return operation.num_left == 0
 
-    def _forget(self, operation: _Operation) -> None:
+    def _forget(self, operation: Operation) -> None:
         del self._operations[operation.first_id]
         operation.request.file.num_pending -= 1
         self._release_if_unused(operation.request.file)
@@ -266,10 +228,10 @@ class Engine:
                 stranded = list(self._operations.values())
                 for operation in stranded:
                     self._abandon(operation, errno.EIO, f"the engine failed: {error!r}")
-            _resolve(stranded)
+            resolve(stranded)
 
     def _settle(self, completions: list[Completion]) -> None:
-        done: list[_Operation] = []
+        done: list[Operation] = []
         with self._lock:
             for completion in completions:
                 entry = self._blocks.pop(completion.block_id, None)
@@ -281,12 +243,12 @@ class Engine:
                 if operation.error is not None:
                     self._withdraw(operation, unless_started=False)
                 if operation.num_left == 0:
-                    _judge_short(operation)
+                    judge_short(operation)
                     self._forget(operation)
                     done.append(operation)
-        _resolve(done)
+        resolve(done)
 
-    def _account(self, operation: _Operation, block: Block, completion: Completion) -> None:
+    def _account(self, operation: Operation, block: Block, completion: Completion) -> None:
         path = operation.request.file.path
         counters = self._counters.get(path)
         if counters is None:
@@ -319,9 +281,9 @@ class Engine:
                 self._abandon(
                     operation, errno.ETIMEDOUT, f"no progress for {self.timeout_s:g} s: the disk does not answer"
                 )
-        _resolve(stuck)
+        resolve(stuck)
 
-    def _abandon(self, operation: _Operation, error_number: int, detail: str) -> None:
+    def _abandon(self, operation: Operation, error_number: int, detail: str) -> None:
         self._withdraw(operation, unless_started=False)
         path = operation.request.file.path
         for block_id in range(operation.first_id, operation.last_id + 1):
@@ -377,7 +339,7 @@ class Engine:
             self._closed = True
 
     def _cancel_unstarted(self) -> None:
-        cancelled: list[_Operation] = []
+        cancelled: list[Operation] = []
         with self._lock:
             self._closing = True
             for operation in list(self._operations.values()):
@@ -385,7 +347,7 @@ class Engine:
                     self._forget(operation)
                     cancelled.append(operation)
         for operation in cancelled:
-            operation.future._settle_cancelled()
+            operation.future.settle_cancelled()
 
     def _release_everything(self) -> None:
         stuck = not self._backend.close(_LAST_CHANCE_S if self._abandoned else self.timeout_s)
@@ -426,35 +388,6 @@ _live_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 def _close_live_engines() -> None:
     for engine in list(_live_engines):
         engine.close()
-
-
-def _resolve(operations: Sequence[_Operation]) -> None:
-    for operation in operations:
-        if operation.error is not None:
-            operation.future.set_exception(operation.error)
-        else:
-            operation.future.set_result(operation.transferred_nbytes)
-
-
-def _judge_short(operation: _Operation) -> None:
-    """A short transfer is an error unless it stopped at the end of the file, less than a page before the request's."""
-    end = operation.short_end
-    if end is None or operation.error is not None:
-        return
-    file = operation.request.file
-    missing_nbytes = operation.request.nbytes - operation.transferred_nbytes
-    # what is only read must still be as long as when it was opened; what we write may have grown
-    file_nbytes = file.current_nbytes() if file.writable else file.nbytes
-    if operation.request.write:
-        operation.fail(errno.EIO, f"short write: it stopped at offset {end}")
-    elif end < file_nbytes:
-        operation.fail(
-            errno.EIO,
-            f"short read: it stopped at offset {end}, but the file had {file.nbytes} bytes when it was opened "
-            f"and has {file.current_nbytes()} now",
-        )
-    elif missing_nbytes >= PAGE_NBYTES:
-        operation.fail(errno.EIO, f"read past the end of the file: it has {file_nbytes} bytes")
 
 
 def _check_request(request: Request) -> None:

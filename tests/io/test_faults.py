@@ -24,6 +24,7 @@ from hetero.io.engine import Engine, Request
 from hetero.io.errors import IOEngineError, UnsupportedError
 
 KIB, MIB = 1 << 10, 1 << 20
+_FOREVER_S = 600.0  # a test that waits so long has failed, by its own timeout
 BACKENDS: tuple[BackendName, ...] = ("io_uring", "threads", "buffered")
 
 
@@ -415,6 +416,7 @@ def test_blocks_behind_a_busy_lane_start_in_order_and_can_be_withdrawn(lane: Bac
     assert {completion.device_nbytes for completion in completions} == {4096}
 
 
+@pytest.mark.timeout(60)
 def test_only_the_last_block_of_a_request_wakes_the_collector(lane: Backend, pipe: Pipe) -> None:
     lane.push([pipe.block(i, request_id=0) for i in range(4)])
     for started in (0, 1, 2):
@@ -423,9 +425,10 @@ def test_only_the_last_block_of_a_request_wakes_the_collector(lane: Backend, pip
             pipe.fill()
     assert lane.withdraw(0, 0, 3, unless_started=False) == [3]
     pipe.fill()
-    assert [completion.block_id for completion in lane.collect(30.0)] == [0, 1, 2]
+    assert [completion.block_id for completion in lane.collect(_FOREVER_S)] == [0, 1, 2]
 
 
+@pytest.mark.timeout(60)
 def test_withdrawing_the_rest_wakes_the_collector_for_what_had_finished(lane: Backend, pipe: Pipe) -> None:
     lane.push([pipe.block(0, request_id=0), pipe.block(1, request_id=0)])
     wait_started(lane, 0)
@@ -433,17 +436,18 @@ def test_withdrawing_the_rest_wakes_the_collector_for_what_had_finished(lane: Ba
     pipe.fill()
     wait_started(lane, 2)
     assert lane.withdraw(0, 0, 1, unless_started=False) == [1]
-    assert [completion.block_id for completion in lane.collect(30.0)] == [0]
+    assert [completion.block_id for completion in lane.collect(_FOREVER_S)] == [0]
     pipe.fill()
-    assert [completion.block_id for completion in lane.collect(30.0)] == [2]
+    assert [completion.block_id for completion in lane.collect(_FOREVER_S)] == [2]
 
 
+@pytest.mark.timeout(60)
 def test_a_failed_block_wakes_the_collector_at_once(lane: Backend, pipe: Pipe) -> None:
     bad = pipe.block(0, request_id=0)._replace(fd=-1)
     lane.push([bad, pipe.block(1, request_id=0)])
-    assert [(completion.block_id, completion.error) for completion in lane.collect(30.0)] == [(0, errno.EBADF)]
+    assert [(completion.block_id, completion.error) for completion in lane.collect(_FOREVER_S)] == [(0, errno.EBADF)]
     pipe.fill()
-    assert [completion.block_id for completion in lane.collect(30.0)] == [1]
+    assert [completion.block_id for completion in lane.collect(_FOREVER_S)] == [1]
 
 
 def test_a_partial_transfer_is_continued(lane: Backend, pipe: Pipe) -> None:
