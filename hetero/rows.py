@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from bisect import bisect_right
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,9 +13,11 @@ from torch import Tensor
 from hetero.cpu_kernels.dequantize import dequantize_rows
 from hetero.cpu_kernels.formats import format_for
 from hetero.io.engine import Engine, File, Request
+from hetero.io.errors import IOEngineError
 from hetero.layout import Layout, Weight
 from hetero.memory.device import ArenaLike
 from hetero.memory.executor import Executor
+from hetero.memory.transfer import finish
 
 
 class TableRows:
@@ -46,6 +49,7 @@ class TableRows:
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Rows of 1-D `ids`, shape (len(ids), dim), in the compute dtype."""
+        self._executor.check()
         weight, row_nbytes = self._weight, self._weight.row_nbytes
         out = torch.empty(len(ids), weight.num_cols, dtype=weight.dtype)
         batch = max(1, self._buffer.nbytes // row_nbytes)
@@ -77,5 +81,10 @@ class TableRows:
             offset = self._extent.offset + row * row_nbytes
             file = self._files[self._extent.path]
             requests.append(Request(file, offset, row_nbytes, self._buffer.address + position * row_nbytes))
-        for future in self._engine.submit(requests) if requests else ():
-            future.result()
+        try:
+            finish(self._engine.submit(requests))
+        except IOEngineError as error:
+            if error.errno == errno.ETIMEDOUT:
+                # The kernel may yet write to the buffer that every look-up uses.
+                self._executor.refuse(error)
+            raise

@@ -48,6 +48,10 @@ class File:
     def current_nbytes(self) -> int:
         return os.fstat(self.direct_fd if self.direct else self.plain_fd).st_size
 
+    def difference(self) -> str | None:
+        """Say how the open file differs from what it was when it was opened, or None. A rename over it does not."""
+        return self.identity.difference(FileIdentity.of(self.direct_fd if self.direct else self.plain_fd))
+
     def close(self) -> None:
         """Give back one `open`. Requests already submitted still run."""
         self._on_close(self)

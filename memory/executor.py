@@ -47,10 +47,15 @@ class Executor(Pipeline):
             except BaseException:
                 self._undo(entries)
                 raise
-        for entry in entries:
-            if entry.ready_event is not None:
-                # Outside the lock: the copy's completion callback needs it.
-                self._device.wait(entry.ready_event)
+        try:
+            for entry in entries:
+                if entry.ready_event is not None:
+                    # Outside the lock: the copy's completion callback needs it.
+                    self._device.wait(entry.ready_event)
+        except BaseException:
+            with self._operation():
+                self._undo(entries)
+            raise
         self.stats.wait_s += perf_counter() - start
         return entries
 
@@ -64,6 +69,16 @@ class Executor(Pipeline):
                 if entry.leases == 0 and entry.uses >= entry.num_uses and not entry.is_resident:
                     self._retire(entry)
             self._drain()
+            self._pump()
+
+    def take_back(self) -> None:
+        """End every lease: the pass that held them was interrupted and will not."""
+        with self._operation():
+            for entry in [*self._resident.values(), *self._live.values()]:
+                if entry.leases:
+                    entry.leases, entry.uses = 0, entry.uses + 1
+            for entry in self._idle():
+                self._abandon(entry)
             self._pump()
 
     @contextmanager
@@ -174,7 +189,7 @@ class Executor(Pipeline):
                 self._raise_staged_error(chunk_id)
                 if not self._make_room(self._chunks[chunk_id]):
                     assert self._num_in_flight > 0, "nothing is under way that could bring the chunk"
-                    self._changed.wait()
+                    self._wait()
                 self._check()
         finally:
             self._urgent = None
@@ -240,7 +255,7 @@ class Executor(Pipeline):
 
     def _wait_issued(self, entry: Residency) -> None:
         while entry.state is State.FILLING and entry.ready_event is None:
-            self._changed.wait()
+            self._wait()
             self._check()
         if entry.state is State.FAILED:
             assert entry.error is not None

@@ -14,6 +14,7 @@ Note [reuse of a slot]
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from pathlib import Path
 from time import perf_counter
 
 from hetero.io.engine import Engine, File
-from hetero.io.errors import HeteroError
+from hetero.io.errors import HeteroError, IOEngineError
 from hetero.memory.chunk import Chunk
 from hetero.memory.device import Device
 from hetero.memory.ring import Ring, Space
@@ -33,6 +34,10 @@ from hetero.memory.transfer import ChunkRead
 
 DEMAND_PRIORITY = -1
 URGENT = -1  # the index of a chunk that is staged out of turn
+
+
+class InterruptedPassError(HeteroError):
+    """A KeyboardInterrupt hit the bookkeeping. What is in flight is no longer known here, only by engine and device."""
 
 
 class Pipeline:
@@ -66,7 +71,8 @@ class Pipeline:
         self._host = dict(host)
         self._keepers = tuple(keepers)
         self._schedule = Schedule(schedule)
-        self._changed = threading.Condition(threading.RLock())
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._dead: deque[Residency] = deque()
         self._resident: dict[int, Residency] = {}
         for chunk_id, address in resident.items():
@@ -83,6 +89,18 @@ class Pipeline:
         self._is_started = False
         self._is_closed = False
         self._broken: BaseException | None = None
+        self._harmless: BaseException | None = None
+
+    def check(self) -> None:
+        """Raise what makes every further lease impossible."""
+        with self._lock:
+            self._check()
+
+    def refuse(self, error: BaseException) -> None:
+        """Answer every lease from now on with `error`."""
+        with self._lock:
+            self._broken = self._broken or error
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Stop prefetching and wait until no transfer can still write. Idempotent."""
@@ -92,7 +110,8 @@ class Pipeline:
                 self._abandon(entry)
             for staged in list(self._staged.values()):
                 self._abandon_staged(staged)
-            self._changed.wait_for(lambda: self._num_in_flight == 0)
+            while self._num_in_flight > 0 and not isinstance(self._broken, InterruptedPassError):
+                self._changed.wait()
             for entry in self._resident.values():
                 entry.drop_views()
             self._drain()
@@ -101,12 +120,27 @@ class Pipeline:
     def _operation(self) -> Iterator[None]:
         """Hold the lock. A completion that fires on this thread meanwhile (a cancelled read) must not start transfers
         in the middle of what we change; every operation starts them at its end."""
-        with self._changed:
+        with self._lock:  # not the condition, whose __enter__ a KeyboardInterrupt could leave with the lock held
             outer, self._operator = self._operator, threading.get_ident()
             try:
                 yield
+            except BaseException as error:
+                if not isinstance(error, Exception) and error is not self._harmless:
+                    self._broken = InterruptedPassError(
+                        f"this run was interrupted ({type(error).__name__}) in the middle of starting a transfer: "
+                        "close it and load the model again"
+                    )
+                raise
             finally:
                 self._operator = outer
+
+    def _wait(self) -> None:
+        """Wait for a completion. The only place in an operation where an interrupt leaves everything in order."""
+        try:
+            self._changed.wait()
+        except BaseException as error:
+            self._harmless = error
+            raise
 
     def _check(self) -> None:
         if self._is_closed:
@@ -188,6 +222,7 @@ class Pipeline:
             self._num_in_flight -= 1
             self._span("disk", entry.chunk.name, start_s)
             entry.filled(error)
+            self._refuse_if_stuck(error)
             if entry.is_abandoned:
                 entry.retire()
                 self._dead.append(entry)
@@ -240,6 +275,7 @@ class Pipeline:
             self._span("disk", staged.chunk.name, start_s)
             staged.is_read = True
             staged.error = error
+            self._refuse_if_stuck(error)
             if self._staged.get(staged.index) is not staged:  # abandoned meanwhile
                 self._free_staging(staged.space)
             self._pump_from_callback()
@@ -288,6 +324,11 @@ class Pipeline:
             if entry.state is State.FILLING:
                 entry.filled(error)
             self._pump_from_callback()
+
+    def _refuse_if_stuck(self, error: BaseException | None) -> None:
+        """After a timeout the kernel may write to the slot at any later time: nothing may be put there again."""
+        if isinstance(error, IOEngineError) and error.errno == errno.ETIMEDOUT:
+            self._broken = self._broken or error
 
     def _upcoming(self, index: int) -> tuple[int, Run | None]:
         if self._urgent is not None:

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import CancelledError, Future
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, wait
 from pathlib import Path
 
-from hetero.memory.chunk import Chunk
 from hetero.io.engine import Engine, File, Request
+from hetero.memory.chunk import Chunk
 
 Done = Callable[[BaseException | None], None]
+
+
+def finish(futures: Sequence[Future[int]]) -> None:
+    """Wait for every request, then raise the first error. Also when the wait itself is interrupted nothing is in
+    flight afterwards: the caller may give the memory up."""
+    try:
+        wait(futures)
+    except BaseException:
+        for future in futures:
+            future.cancel()
+        wait(futures)
+        raise
+    for future in futures:
+        future.result()
 
 
 class ChunkRead:
