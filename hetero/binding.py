@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hetero.guard import refuse_gradients
 from hetero.io.errors import UnsupportedError
 from hetero.layout import Layout, Weight
 from hetero.materialize import Scratch, materialize
@@ -76,7 +77,7 @@ class ModuleBinding:
         self._released = [placeholder.tensor(p.shape, p.stride(), p.dtype) for p, _ in weights]
         self._num_open = 0
         self._handles = [
-            module.register_forward_pre_hook(self._before),
+            module.register_forward_pre_hook(self._before, with_kwargs=True),
             module.register_forward_hook(self._after, always_call=True),
         ]
 
@@ -84,7 +85,14 @@ class ModuleBinding:
         for handle in self._handles:
             handle.remove()
 
-    def _before(self, module: nn.Module, args: Any) -> None:
+    def forget(self) -> None:
+        """Release what a pass that was interrupted left bound; the executor has taken its leases back."""
+        self._num_open = 0
+        self._release()
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.is_grad_enabled():
+            refuse_gradients(self._path, (*args, *kwargs.values(), *(parameter for parameter, _ in self._weights)))
         entries = self._leaser.acquire(self._path, self._chunk_ids)
         self._num_open += 1
         by_id = dict(zip(self._chunk_ids, entries, strict=True))
@@ -95,9 +103,12 @@ class ModuleBinding:
         if self._num_open == 0:  # the lease itself failed
             return
         self._num_open -= 1
+        self._release()
+        self._leaser.executor.release(self._chunk_ids)
+
+    def _release(self) -> None:
         for (parameter, _), released in zip(self._weights, self._released, strict=True):
             parameter.data = released
-        self._leaser.executor.release(self._chunk_ids)
 
 
 class RowBlockLinear(nn.Linear):
@@ -120,11 +131,7 @@ class RowBlockLinear(nn.Linear):
         return blocked
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's own name)
-        if torch.is_grad_enabled() and input.requires_grad:
-            raise UnsupportedError(
-                f"{self._hetero_path} is computed by row blocks, which would change the bits of gradients; call the "
-                "model under torch.no_grad(), or raise the memory budgets so that the layer fits whole"
-            )
+        refuse_gradients(self._hetero_path, (input, self.weight))
         weight, leaser = self._hetero_weight, self._hetero_leaser
         out = input.new_empty(*input.shape[:-1], self.out_features)
         for chunk_id, first in zip(weight.chunk_ids, weight.first_rows, strict=True):
@@ -170,6 +177,7 @@ def _look_up(
 ) -> Tensor:
     if max_norm is not None:
         raise UnsupportedError("an embedding with max_norm writes to its table; hetero.load reads tables from the file")
+    refuse_gradients("the embedding", (weight,))
     num_rows = weight.shape[0]
     ids, inverse = torch.unique(input, return_inverse=True)
     if ids.numel() and not (0 <= int(ids[0]) and int(ids[-1]) < num_rows):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,14 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from hetero.binding import Leaser, ModuleBinding, RowBlockLinear, RowsParameter
+from hetero.guard import Guard
 from hetero.inference.generate import Segment, stream_text
+from hetero.io.arena import Arena
 from hetero.io.engine import Engine, EngineStats, File, Request
-from hetero.io.errors import CheckpointError, ConfigError
+from hetero.io.errors import CheckpointError, ConfigError, HeteroError
 from hetero.layout import Layout, Weight, build_layout, files_of
 from hetero.materialize import Scratch, small_tensor
-from hetero.measure import measure_compute, measure_disk
+from hetero.measure import measure_compute, measure_disk, trim_heap
 from hetero.memory.budget import Ledger, MemoryLimits, TierInfo, parse_size, resolve_budgets
-from hetero.memory.chunk import align_up
 from hetero.memory.device import ArenaLike, Device, open_device
 from hetero.memory.executor import Executor
 from hetero.memory.loader import ResidentLoader
@@ -31,6 +34,7 @@ from hetero.memory.residency import Placeholder, alias
 from hetero.memory.ring import Ring
 from hetero.memory.schedule import runs_of
 from hetero.memory.trace import Recorder
+from hetero.memory.transfer import finish
 from hetero.planning import (
     PREFILL_TOKENS,
     ROWS_NBYTES,
@@ -87,11 +91,14 @@ class Setup:
             self.model = self.source.build_model()
             self.device = self._open_device(device, gpu_memory, link, latency_s)
             self.stack.callback(self.device.close)
+            # What the libraries take for themselves they take now: it is part of the baseline, not of the budgets.
+            self.tokenizer = _tokenizer_of(self.source)
+            self.rates = measure_compute(self.source.dtype, formats_of(self.source))
+            trim_heap()
             self.limits = self._limits(device, gpu_memory, cpu_memory)
             self.engine = self.stack.enter_context(Engine())
             self.files = self._open_files()
             self.links = self._links(disk_bytes_per_s)
-            self.rates = measure_compute(self.source.dtype, formats_of(self.source))
             self.decision = decide(
                 self.source,
                 self.model,
@@ -134,6 +141,14 @@ class Setup:
         return Links(
             disk, known.bandwidth_bytes_per_s or measure_link(self.device), gpu_latency_s=known.latency_s or 0.0
         )
+
+
+def _tokenizer_of(source: Source) -> Any:
+    """The source's tokenizer, or None: token ids go through a model without one."""
+    try:
+        return source.load_tokenizer()
+    except ConfigError:
+        return None
 
 
 def _parse_rate(link: int | str) -> int:
@@ -211,11 +226,7 @@ def load(
         revision=revision,
         trust_remote_code=trust_remote_code,
     )
-    with setup.stack as stack:
-        run = Run(setup, progress)
-        setup.stack = stack.pop_all()
-        run._stack.push(setup.stack)
-    return run
+    return Run(setup, progress)
 
 
 def plan(
@@ -257,19 +268,30 @@ class Run:
     """A loaded model and everything that keeps it within its budgets. `close` releases all of it; idempotent.
 
     `model` is a transformers model whose parameters read NaN while their bytes are elsewhere; it computes on
-    `device`'s torch device, under `torch.no_grad()`, one thread at a time.
+    `device`'s torch device, without gradients, one thread at a time. What would see those NaN is refused (guard.py).
+    A run that is dropped or still open at exit closes itself. A forward ended by KeyboardInterrupt is cleaned up when
+    the next one starts; if the interrupt hit our own bookkeeping, the next one says that the run is unusable.
     """
 
     def __init__(self, setup: Setup, progress: ProgressCallback | None) -> None:
         self._stack = ExitStack()
+        # Closed in reverse: hooks and executor, then engine and device, and the memory when nothing can write to it.
+        self._memory = self._stack.enter_context(ExitStack())
+        self._stack.enter_context(setup.stack.pop_all())
+        # The stack must not refer to this object, or it would never be dropped.
+        self._finalizer = weakref.finalize(self, _close_dropped, self._stack)
         self._progress = progress
         self.source, self.model, self.decision = setup.source, setup.model, setup.decision
         self.device, self._engine, self._files = setup.device, setup.engine, setup.files
         self.plan = PlanReport(self.decision)
         self.traffic = Traffic()
-        self._tokenizer: Any = None
+        self._tokenizer: Any = setup.tokenizer
         self._bindings: list[ModuleBinding] = []
         self._tokens = (0, 0.0, 0, 0.0)
+        self._guard: Guard | None = None
+        self._rows_memory: tuple[ArenaLike, Tensor] | None = None
+        self._pass_lock = threading.Lock()
+        self._pass_thread: int | None = None
         self._is_closed = False
         try:
             self._build()
@@ -293,10 +315,10 @@ class Run:
     def _allocate(self, tier: str, nbytes: int, name: str, *, is_reserved: bool = False) -> ArenaLike:
         if not is_reserved:
             self.ledger.take(tier, name, nbytes)
-            self._stack.callback(self.ledger.give, tier, name, nbytes)
+            self._memory.callback(self.ledger.give, tier, name, nbytes)
         allocate = self.device.allocate if tier == "gpu" else self.device.allocate_host
         arena = allocate(nbytes, name=name)
-        self._stack.callback(arena.close)
+        self._memory.callback(arena.close)
         return arena
 
     def _load_small(self) -> None:
@@ -311,8 +333,8 @@ class Run:
             cursor += param.nbytes
         if not layout.small:
             return
-        memory = torch.empty(align_up(cursor, 64) + 64, dtype=torch.uint8)
-        memory = memory[-memory.data_ptr() % 64 :]
+        # An arena, not torch's memory: it stays mapped when a stuck disk may still write to it.
+        memory = torch.from_numpy(Arena(max(cursor, 1), name="small weights").array)
         requests = [
             Request(
                 self._files[piece.tensor.path],
@@ -323,8 +345,7 @@ class Run:
             for param, offset in zip(layout.small, offsets, strict=True)
             for piece in param.pieces
         ]
-        for future in self._engine.submit(requests):
-            future.result()
+        finish(self._engine.submit(requests))
         for param, offset in zip(layout.small, offsets, strict=True):
             value = small_tensor(param, memory[offset : offset + param.nbytes], dtype).to(self.device.torch_device)
             shared = nn.Parameter(value, requires_grad=False) if param.kind == "parameter" else value
@@ -417,6 +438,8 @@ class Run:
         for path, module in list(self.model.named_modules()):
             self._bind_module(path, module, by_name)
         if self.executor_is_needed:
+            released = [n for n, p in self.model.named_parameters(remove_duplicate=False) if self._placeholder.holds(p)]
+            self._guard = Guard(self.model, {name.rpartition(".")[0] for name in released}, self.source.path)
             handles = [
                 self.model.register_forward_pre_hook(self._begin_pass, with_kwargs=True),
                 self.model.register_forward_hook(self._end_pass, always_call=True),
@@ -451,23 +474,20 @@ class Run:
     def _rows_of(self, weight: Weight) -> Any:
         from hetero.rows import TableRows
 
-        if not hasattr(self, "_rows_buffer"):
-            self._rows_buffer = self._allocate("cpu", ROWS_NBYTES, "embedding rows", is_reserved=True)
-            self._rows_bytes = alias(self._rows_buffer.address, ROWS_NBYTES, torch.device("cpu"), lambda: None)
-            self._stack.callback(self._drop_rows)
+        if self._rows_memory is None:
+            buffer = self._allocate("cpu", ROWS_NBYTES, "embedding rows", is_reserved=True)
+            self._rows_memory = buffer, alias(buffer.address, ROWS_NBYTES, torch.device("cpu"), lambda: None)
+        buffer, buffer_bytes = self._rows_memory
         return TableRows(
             weight,
             self.decision.layout,
             self.executor,
             self._engine,
             self._files,
-            self._rows_buffer,
-            self._rows_bytes,
+            buffer,
+            buffer_bytes,
             self.device.torch_device,
         )
-
-    def _drop_rows(self) -> None:
-        del self._rows_bytes
 
     def _bind_module(self, path: str, module: nn.Module, by_name: Mapping[str, Weight]) -> None:
         owned = []
@@ -486,9 +506,8 @@ class Run:
     # -- passes -------------------------------------------------------------------------------------------------------
 
     def _begin_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for path, file in self._files.items():
-            if file.current_nbytes() != file.nbytes:
-                raise CheckpointError(path, f"changed size since it was loaded ({file.nbytes} bytes then)")
+        self._enter_pass()
+        self._check_files()
         ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs_embeds"))
         num_tokens = ids.shape[1] if isinstance(ids, Tensor) and ids.dim() > 1 else 1
         self._phase = "decode" if num_tokens == 1 else "prefill"
@@ -496,15 +515,43 @@ class Run:
         self.traffic.begin(self._phase, num_tokens, self._totals())
 
     def _end_pass(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._pass_thread != threading.get_ident():  # this one was refused
+            return
+        self._pass_thread = None
         if output is None:
             self.recorder.abort()
             return
+        self._check_files()  # what was read while a file changed is no answer
         self.traffic.end(self._totals())
         if self.recorder.end():
             trace = self.recorder.trace(self._phase)
             assert trace is not None
             streamed = set(self.decision.plan.schedule)
             self.executor.follow(runs_of([moment.chunk_ids for moment in trace.moments], streamed))
+
+    def _enter_pass(self) -> None:
+        """Let one thread at a time in. A pass that this very thread has not ended was interrupted, and is cleaned up:
+        torch calls no hook for a KeyboardInterrupt."""
+        thread = threading.get_ident()
+        with self._pass_lock:
+            if self._pass_thread not in (None, thread):
+                raise HeteroError(
+                    "another thread is in the middle of a forward of this model, which takes one thread at a time: "
+                    "wait for it, or load a second run"
+                )
+            was_interrupted = self._pass_thread == thread
+            self._pass_thread = thread
+        if was_interrupted:
+            self.recorder.abort()
+            self.executor.take_back()
+            for binding in self._bindings:
+                binding.forget()
+
+    def _check_files(self) -> None:
+        for path, file in self._files.items():
+            difference = file.difference()
+            if difference is not None:
+                raise CheckpointError(path, f"{difference}; load the model again")
 
     def _totals(self) -> dict[str, float]:
         stats = self.executor.stats
@@ -517,7 +564,7 @@ class Run:
     def tokenizer(self) -> Any:
         """The transformers tokenizer of this model. Raises ConfigError if the source has none."""
         if self._tokenizer is None:
-            self._tokenizer = self.source.load_tokenizer()
+            self._tokenizer = self.source.load_tokenizer()  # raises what is missing
         return self._tokenizer
 
     def stream(
@@ -581,8 +628,13 @@ class Run:
         self._is_closed = True
         for binding in self._bindings:
             binding.remove()
+        if self._guard is not None:
+            self._guard.remove()
         self.model.to_empty(device="meta")
+        self.model.register_forward_pre_hook(_refuse_closed)
+        self._rows_memory = None
         self._stack.close()
+        self._finalizer.detach()
 
     def __enter__(self) -> Self:
         return self
@@ -591,6 +643,19 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _refuse_closed(module: nn.Module, args: Any) -> None:
+    raise HeteroError("the run of this model is closed and its weights are gone: load the model again")
+
+
+def _close_dropped(stack: ExitStack) -> None:
+    """Close a run that nobody holds any more, or that is open at exit."""
+    if threading.current_thread() is threading.main_thread():
+        stack.close()
+    else:
+        # The garbage collector may run on a thread that closing waits for.
+        threading.Thread(target=stack.close, name="hetero-close").start()
 
 
 def _set(model: nn.Module, name: str, value: Tensor) -> None:
