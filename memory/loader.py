@@ -18,7 +18,8 @@ Progress = Callable[[int], None]
 class ResidentLoader:
     """Reads chunks to fixed addresses: straight into host memory, or through a staging ring to the gpu tier.
 
-    `load` blocks until every byte is in place or the first error is known and nothing is in flight any more.
+    `load` blocks until every byte is in place; after an error or an interrupt, until nothing is in flight any more:
+    reads that have not started are then given up.
     """
 
     def __init__(self, engine: Engine, files: Mapping[Path, File], device: Device) -> None:
@@ -26,6 +27,7 @@ class ResidentLoader:
         self._changed = threading.Condition()
         self._num_in_flight = 0
         self._loaded_nbytes = 0
+        self._reads: list[ChunkRead] = []
         self._error: BaseException | None = None
 
     def load(
@@ -43,23 +45,35 @@ class ResidentLoader:
                 if progress is not None:
                     progress(self._loaded_nbytes)
             with self._changed:
-                while self._num_in_flight and self._error is None:
+                while self._num_in_flight > 0 and self._error is None:
                     self._changed.wait(0.1)
                     if progress is not None:
                         progress(self._loaded_nbytes)
+            if self._error is not None:
+                raise self._error
+        except BaseException:
+            for read in self._reads:
+                read.cancel()
+            raise
         finally:
+            self._reads.clear()
             # Not before the kernel and the device are done with the memory, whatever raised.
             with self._changed:
-                self._changed.wait_for(lambda: self._num_in_flight == 0)
-        if self._error is not None:
-            raise self._error
+                self._changed.wait_for(lambda: self._num_in_flight <= 0)
 
     def _read(
         self, chunk: Chunk, address: int, priority: int, done: Callable[[Chunk, BaseException | None], None]
     ) -> None:
         with self._changed:
             self._num_in_flight += 1
-        ChunkRead(self._engine, self._files, chunk, address, priority, lambda error: done(chunk, error))
+        try:
+            read = ChunkRead(self._engine, self._files, chunk, address, priority, lambda error: done(chunk, error))
+        except BaseException:
+            # Interrupted: nobody may ever tell us of this read. The engine knows, and is closed before the memory.
+            with self._changed:
+                self._num_in_flight -= 1
+            raise
+        self._reads.append(read)
 
     def _done(self, chunk: Chunk, error: BaseException | None) -> None:
         with self._changed:

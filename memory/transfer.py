@@ -44,7 +44,7 @@ class ChunkRead:
         self._futures: list[Future[int]] = []
         try:
             self._futures = engine.submit(requests)
-        except BaseException as error:  # the same way out as for a read that fails later
+        except Exception as error:  # the same way out as for a read that fails later
             on_done(error)
             return
         for future in self._futures:
