@@ -67,13 +67,15 @@ class MemoryLimits:
         return lines
 
 
-def margin_nbytes(available_nbytes: int) -> int:
-    """Return what "auto" leaves alone: 10 %, at least 1 GiB, but never more than a quarter of what is available.
+def margin_nbytes(available_nbytes: int, *, is_ours_alone: bool = False) -> int:
+    """Return what "auto" leaves alone: 10 %, at least 1 GiB for the other programs of a machine, but never more than a
+    quarter of what is available.
 
-    Without the last rule a small cgroup could not be used at all: a limit of 700 MiB has about 300 MiB left after
-    the libraries, of which 225 MiB then become budget.
+    In a cgroup there is nobody to leave memory to: 10 %, at least 64 MiB, covers what libraries take beside the ledger
+    (allocator slack, scratch of matrix products), so that 700 MiB are usable.
     """
-    return max(available_nbytes // 10, min(1 << 30, available_nbytes // 4))
+    least = 64 << 20 if is_ours_alone else 1 << 30
+    return max(available_nbytes // 10, min(least, available_nbytes // 4))
 
 
 def resolve_budgets(
@@ -125,7 +127,7 @@ def _resolve_gpu(gpu_memory: int | str, gpu: TierInfo | None) -> TierLimit | Non
 def _resolve_tier(name: str, value: int | str, info: TierInfo, *, allow_zero: bool = False) -> TierLimit:
     available = info.available_nbytes
     text = value.strip() if isinstance(value, str) else ""
-    margin = margin_nbytes(available) if text == "auto" else 0
+    margin = margin_nbytes(available, is_ours_alone=info.is_ours_alone) if text == "auto" else 0
     nbytes = parse_size(value, available_nbytes=available - margin, name=name, allow_zero=allow_zero or text == "auto")
     found = f"{format_size(available)} available ({info.limit_source})"
     if text == "auto":

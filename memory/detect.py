@@ -26,6 +26,8 @@ class TierInfo:
     available_nbytes: int
     limit_source: str
     """What sets the limit, for people: "the machine's free memory", "the cgroup v2 limit of /app"."""
+    is_ours_alone: bool = False
+    """A limit set for this process and its like (a cgroup), not memory that other programs need too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +64,14 @@ def detect_cpu(*, root: Path = Path("/")) -> TierInfo:
     """
     machine = psutil.virtual_memory()
     total, available, source = int(machine.total), int(machine.available), "the machine's available memory"
+    is_ours_alone = False
     for cgroup in cgroup_limits(root):
         total = min(total, cgroup.limit_nbytes)
         if cgroup.available_nbytes < available:
             available = cgroup.available_nbytes
             source = f"the cgroup v{cgroup.version} limit of {cgroup.path}"
-    return TierInfo(total, available, source)
+            is_ours_alone = True
+    return TierInfo(total, available, source, is_ours_alone)
 
 
 def process_baseline(*, root: Path = Path("/")) -> Baseline:

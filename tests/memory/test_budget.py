@@ -305,6 +305,13 @@ def test_margin(available: int, margin: int) -> None:
     assert margin_nbytes(available) == margin
 
 
+@pytest.mark.parametrize(
+    ("available", "margin"), [(0, 0), (100 * MIB, 25 * MIB), (536 * MIB, 64 * MIB), (8 * GIB, 8 * GIB // 10)]
+)
+def test_margin_in_a_cgroup_of_our_own(available: int, margin: int) -> None:
+    assert margin_nbytes(available, is_ours_alone=True) == margin
+
+
 def test_auto_leaves_the_margin_and_says_so() -> None:
     limits = resolve_budgets(gpu=GPU, cpu=CPU, baseline=BASELINE)
     assert limits.cpu.nbytes == 7 * GIB
