@@ -1,4 +1,4 @@
-"""One system's greedy decode in a process of its own; `beyond_ram.py` starts it with an interpreter that has the system.
+"""One system's greedy decode in a process of its own; `beyond_ram.py` starts it with an interpreter that has it.
 
 Prints one JSON object on stdout as its last line. Depends on nothing of this project but, for "hetero", hetero itself.
 """

@@ -124,7 +124,7 @@ def main() -> None:
         console.print(f"[dim]{sample.limit} #{sample.repetition} {sample.system}: {told}[/]")
     complaints = list(complain(samples))
     for limit, _ in plan.limits:
-        print_table(console, limit, rows_of(limit, samples, plan))
+        print_table(console, limit, plan.interpreters, rows_of(limit, samples, plan))
         bound = bound_row(limit, samples)
         if bound:
             console.print(
@@ -362,12 +362,12 @@ def bound_row(limit: str, samples: Sequence[Sample]) -> list[str] | None:
     ]
 
 
-def print_table(console: Console, limit: str, rows: list[list[str]]) -> None:
+def print_table(console: Console, limit: str, systems: Iterable[str], rows: list[list[str]]) -> None:
     table = Table(title=f"memory limit {limit}", title_justify="left")
     for number, header in enumerate(HEADERS):
         table.add_column(header, justify="right" if number else "left")
-    for row in rows:
-        table.add_row(*row)
+    for row, system in zip(rows, systems, strict=True):
+        table.add_row(system, *row[1:])
     console.print(table)
 
 
