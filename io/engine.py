@@ -293,7 +293,7 @@ class Engine:
                 token = hold_range(block.address, block.useful_nbytes)
                 self._abandoned[block_id] = (path, block, token)
         operation.fail(error_number, detail)
-        logger.warning("%s", operation.error)
+        logger.warning("%s", str(operation.error))  # the error itself would keep frames alive in the record
         self._forget(operation)
 
     def _release_abandoned(self, completion: Completion) -> None:

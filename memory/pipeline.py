@@ -115,6 +115,7 @@ class Pipeline:
             for entry in self._resident.values():
                 entry.drop_views()
             self._drain()
+            self._keepers = ()
 
     @contextmanager
     def _operation(self) -> Iterator[None]:
