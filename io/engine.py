@@ -386,6 +386,7 @@ _live_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 @atexit.register
 def _close_live_engines() -> None:
+    """Stop before the interpreter frees the memory that a lane may still copy into."""
     for engine in list(_live_engines):
         engine.close()
 

@@ -139,16 +139,22 @@ def test_more_than_the_address_space_is_an_out_of_memory_error() -> None:
 def test_a_forked_child_has_no_copy_and_unmaps_nothing() -> None:
     # In a process of its own: forking one that has threads, as the test runner's may, is not allowed.
     script = textwrap.dedent("""
-        import os
+        import ctypes, os
         from hetero.io.arena import Arena
         arena = Arena(1 << 20, name="parent's")
         arena.array[:] = 9
         child = os.fork()
         if child == 0:
-            with open("/proc/self/maps") as maps:
-                inherited = any(int(line.split("-")[0], 16) == arena.address for line in maps)
+            def is_mapped():
+                with open("/proc/self/maps") as maps:
+                    return any(int(line.split("-")[0], 16) == arena.address for line in maps)
+            inherited = is_mapped()
+            mmap = ctypes.CDLL(None).mmap
+            mmap.restype = ctypes.c_void_p
+            mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+            assert mmap(arena.address, 4096, 1, 0x32, -1, 0) == arena.address  # somebody else's page, at the same place
             arena.close()
-            os._exit(1 if inherited else 0)
+            os._exit(2 * inherited + (not is_mapped()))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert (arena.array == 9).all()
     """)
