@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -72,9 +73,13 @@ class TableRows:
         for position, row in enumerate(rows):
             block = bisect_right(self._weight.first_rows, row) - 1
             chunk_id = self._weight.chunk_ids[block]
+            start = self._slot_offsets[block] + (row - self._weight.first_rows[block]) * row_nbytes
+            host_address = self._executor.host_address(chunk_id)
+            if host_address is not None:
+                ctypes.memmove(self._buffer.address + position * row_nbytes, host_address + start, row_nbytes)
+                continue
             if self._executor.is_resident(chunk_id):
                 with self._executor.lease((chunk_id,)) as (entry,):
-                    start = self._slot_offsets[block] + (row - self._weight.first_rows[block]) * row_nbytes
                     source = self._executor.bytes_of(entry)[start : start + row_nbytes]
                     self._buffer_bytes[position * row_nbytes : (position + 1) * row_nbytes].copy_(source)
                 continue

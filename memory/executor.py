@@ -101,6 +101,10 @@ class Executor(Pipeline):
     def is_resident(self, chunk_id: int) -> bool:
         return chunk_id in self._resident
 
+    def host_address(self, chunk_id: int) -> int | None:
+        """Where the cpu tier, behind a gpu tier, holds the chunk for the whole run; None when it does not."""
+        return self._host.get(chunk_id)
+
     # -- schedule -----------------------------------------------------------------------------------------------------
 
     def follow(self, schedule: Sequence[Run]) -> None:

@@ -37,7 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tied": {"tied": True},
     "bf16-misaligned": {"dtype": torch.bfloat16, "misaligned": True},
 }
-SHARES = [0.0, 0.3, 0.8]
+SHARES = [0.0, 0.4, 1.5]
 
 
 class Headers:
