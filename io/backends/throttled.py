@@ -102,7 +102,8 @@ class ThrottledBackend:
             latency_s = self._latency_s if submitted_s > self._free_at_s else 0.0
             due_s = start_s + latency_s + block.nbytes / self._bytes_per_s
             turn = self._turn = _Turn(block, start_s, due_s)
-        self.inner.push([block])
+        # A request of its own: a backend may tell of a request only when its last block is done.
+        self.inner.push([block._replace(request_id=block.block_id)])
         return turn
 
     def wake(self) -> None:

@@ -60,8 +60,8 @@ class World:
 class VirtualCondition(threading.Condition):
     """Waiting is what lets time pass."""
 
-    def __init__(self, world: World) -> None:
-        super().__init__(threading.RLock())
+    def __init__(self, world: World, lock: threading.RLock) -> None:
+        super().__init__(lock)
         self._world = world
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -183,7 +183,7 @@ def executor_in(world: World, plan: Plan, specs: Sequence[ChunkSpec], trace: Tra
         host=dict.fromkeys(plan.cpu_resident, 0) if has_gpu else {},
         schedule=runs_of([moment.chunk_ids for moment in trace.moments], set(plan.schedule)),
     )
-    executor._changed = VirtualCondition(world)
+    executor._changed = VirtualCondition(world, executor._lock)
     executor.prefetch()
     try:
         yield executor
