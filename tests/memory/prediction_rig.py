@@ -7,8 +7,8 @@ Note [measured parts]
     On a busy machine threads wake up late, by milliseconds where other processes want the cores. The links do not
     suffer (their due times are absolute), but a moment that waits for a chunk starts late and a sleep ends late. So
     each moment is timed from when it could have started (its request, or the due time of its last chunk) to its end,
-    and the prediction that counts is the simulation with these times. How long moments wait for chunks is never
-    measured. Means on both sides, since they add up: the median of a pass is more than the sum of its moments' medians.
+    and the prediction that counts is the simulation with these times, pass by pass (what a ring absorbs of one long
+    delay it does not absorb of its mean). How long moments wait for chunks is never measured.
 """
 
 from __future__ import annotations
@@ -166,8 +166,11 @@ def run_setting(setting: Setting, folder: Path) -> Outcome:
     with rig(folder, sizes, schedule=schedule, engine=engine, **options) as r:
         measured = _Passes(r, trace, due)
         assert r.executor.stats.num_demands == 0
-    as_measured = [replace(m, compute_s=fmean(each)) for m, each in zip(trace.moments, measured.computed, strict=True)]
-    predicted_s = simulate(plan, specs, Trace("decode", tuple(as_measured)), links, with_spans=False).pass_s
+    passes = (
+        Trace("decode", tuple(replace(m, compute_s=s) for m, s in zip(trace.moments, of_pass, strict=True)))
+        for of_pass in measured.occupied
+    )
+    predicted_s = fmean(simulate(plan, specs, as_seen, links, with_spans=False).pass_s for as_seen in passes)
     return Outcome(
         plan=plan,
         total_nbytes=total_nbytes,
@@ -228,7 +231,7 @@ class _Passes:
     def __init__(self, r: Rig, trace: Trace, due: _DueTimes) -> None:
         self._executor, self._trace, self._due = r.executor, trace, due
         self.times_s: list[float] = []
-        self.computed: list[list[float]] = [[] for _ in trace.moments]
+        self.occupied: list[list[float]] = []
         stats = r.executor.stats
         r.executor.prefetch()
         for number in range(NUM_WARM_UP + NUM_MEASURED):
@@ -238,8 +241,7 @@ class _Passes:
             occupied = [self._moment(moment) for moment in trace.moments]
             if number >= NUM_WARM_UP:
                 self.times_s.append(time.perf_counter() - start_s)
-                for of_moment, occupied_s in zip(self.computed, occupied, strict=True):
-                    of_moment.append(occupied_s)
+                self.occupied.append(occupied)
         self.disk_nbytes = stats.read_nbytes - before[0]
         self.gpu_link_nbytes = stats.copied_nbytes - before[1]
 
