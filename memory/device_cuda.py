@@ -25,6 +25,7 @@ logger = logging.getLogger("hetero.memory")
 
 OnDone = Callable[[BaseException | None], None]
 _HOST = torch.device("cpu")
+_REGISTER_PORTABLE = 1  # page-locked for every device, whichever is the calling thread's current one
 
 
 class _CopyStream:
@@ -161,7 +162,7 @@ class AcceleratorDevice:
             return arena
         cudart = self._runtime.cudart()
         # Registered, not from torch's pinned allocator: that rounds every block up to a power of two.
-        code = int(cudart.cudaHostRegister(arena.address, arena.nbytes, 0))
+        code = int(cudart.cudaHostRegister(arena.address, arena.nbytes, _REGISTER_PORTABLE))
         if code == 0:
             return _LockedArena(arena, self, cudart.cudaHostUnregister)
         self._clear_error()
