@@ -98,7 +98,7 @@ def run_hetero(options: argparse.Namespace) -> dict[str, Any]:
             "holders_nbytes": tier.holders,
             "chunk_nbytes": run.plan.to_dict()["chunk_nbytes"],
             "ring_nbytes": run.decision.plan.cpu_ring_nbytes,
-            "huge_page_nbytes": sum(getattr(arena, "huge_nbytes", 0) for arena in run._arenas.values()),
+            "huge_page_nbytes": sum(getattr(arena, "huge_nbytes", 0) for arena in run.arenas.values()),
             "io": stats.io,
             "executor": stats.executor,
         }

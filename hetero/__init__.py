@@ -14,7 +14,7 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())
 _EXPORTS = {
     "load": "hetero.loading",
     "plan": "hetero.loading",
-    "Run": "hetero.loading",
+    "Run": "hetero.run",
     "HeteroError": "hetero.io.errors",
     "ConfigError": "hetero.io.errors",
     "UnsupportedError": "hetero.io.errors",

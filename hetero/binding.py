@@ -180,6 +180,6 @@ def _look_up(
     refuse_gradients("the embedding", (weight,))
     num_rows = weight.shape[0]
     ids, inverse = torch.unique(input, return_inverse=True)
-    if ids.numel() and not (0 <= int(ids[0]) and int(ids[-1]) < num_rows):
+    if ids.numel() and not (int(ids[0]) >= 0 and int(ids[-1]) < num_rows):
         raise IndexError(f"token id {int(ids[0] if ids[0] < 0 else ids[-1])} is outside the table of {num_rows} rows")
     return F.embedding(inverse, weight._hetero_rows(ids))

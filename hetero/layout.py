@@ -102,10 +102,10 @@ def build_layout(source: Source, model: nn.Module, chunk_nbytes: int) -> Layout:
     previous = ""
     for param in _by_use(large, tables, embeddings):
         blocks = [_part_of(param)]
-        if all(name in splittable or name in embeddings for name in param.names) and blocks[0].is_zero_copy:
-            if param.row_permutation is None and param.transform == "none":
-                rows = param.shape[0]
-                blocks = split_rows(blocks[0], rows, blocks[0].nbytes // rows, chunk_nbytes)
+        is_as_in_file = blocks[0].is_zero_copy and param.row_permutation is None and param.transform == "none"
+        if is_as_in_file and all(name in splittable or name in embeddings for name in param.names):
+            rows = param.shape[0]
+            blocks = split_rows(blocks[0], rows, blocks[0].nbytes // rows, chunk_nbytes)
         module = param.name.rpartition(".")[0]
         if len(blocks) == 1 and module == previous:
             units[-1][1].append(blocks[0])
@@ -131,7 +131,8 @@ def build_layout(source: Source, model: nn.Module, chunk_nbytes: int) -> Layout:
 def _sort_out(source: Source) -> tuple[list[ParamSource], list[ParamSource]]:
     total_nbytes = sum(param.nbytes for param in source.params)
     limit = min(max(total_nbytes // 16384, SMALL_NBYTES[0]), SMALL_NBYTES[1])
-    small, large = [], []
+    small: list[ParamSource] = []
+    large: list[ParamSource] = []
     for param in source.params:
         is_small = param.kind == "buffer" or len(param.shape) <= 1 or param.nbytes <= limit
         (small if is_small else large).append(param)
@@ -145,7 +146,7 @@ def _uses(model: nn.Module) -> tuple[set[str], set[str]]:
         name = f"{path}.weight" if path else "weight"
         if isinstance(module, nn.Embedding):
             embeddings.add(name)
-        elif type(module) is nn.Linear and module.bias is None:
+        elif type(module) is nn.Linear and module._parameters["bias"] is None:
             # With a bias torch's blocked result was seen to differ in bf16; without one it never did.
             splittable.add(name)
     return splittable, embeddings

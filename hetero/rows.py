@@ -6,6 +6,7 @@ import ctypes
 import errno
 from bisect import bisect_right
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from hetero.io.errors import IOEngineError
 from hetero.layout import Layout, Weight
 from hetero.memory.device import ArenaLike
 from hetero.memory.executor import Executor
+from hetero.memory.pipeline import InterruptedPassError
 from hetero.memory.transfer import finish
 
 
@@ -86,10 +88,14 @@ class TableRows:
             offset = self._extent.offset + row * row_nbytes
             file = self._files[self._extent.path]
             requests.append(Request(file, offset, row_nbytes, self._buffer.address + position * row_nbytes))
+        futures: list[Future[int]] | None = None
         try:
-            finish(self._engine.submit(requests))
-        except IOEngineError as error:
-            if error.errno == errno.ETIMEDOUT:
-                # The kernel may yet write to the buffer that every look-up uses.
+            futures = self._engine.submit(requests)
+            finish(futures)
+        except BaseException as error:
+            # Where the kernel may yet write to the buffer that every look-up uses, there must be no other look-up.
+            if isinstance(error, IOEngineError) and error.errno == errno.ETIMEDOUT:
                 self._executor.refuse(error)
+            elif not isinstance(error, Exception) and not (futures and all(future.done() for future in futures)):
+                self._executor.refuse(InterruptedPassError.by(error))
             raise

@@ -13,7 +13,7 @@ from torch import Tensor
 from hetero.io.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hetero.loading import Run
+    from hetero.run import Run
 
 FinishReason = Literal["stop", "length"]
 
@@ -42,19 +42,20 @@ def stream_tokens(
 
     start = perf_counter()
     device = run.device.torch_device
-    cache = DynamicCache(config=run.model.config)
+    model: Any = run.model
+    cache = DynamicCache(config=model.config)
     noise = torch.Generator().manual_seed(seed)
-    pieces = torch.tensor([ids], device=device).split(run.decision.prefill_tokens, dim=1)
+    pieces = torch.split(torch.tensor([ids], device=device), run.decision.prefill_tokens, dim=1)
     logits = None
     for number, piece in enumerate(pieces, 1):
-        logits = _forward(run.model, piece, cache)
+        logits = _forward(model, piece, cache)
         run.report_prefill(number, len(pieces))
     for count in range(1, max_tokens + 1):
         assert logits is not None
         token = _choose(logits, temperature, noise)
         yield token, perf_counter() - start
         if count < max_tokens:
-            logits = _forward(run.model, torch.tensor([[token]], device=device), cache)
+            logits = _forward(model, torch.tensor([[token]], device=device), cache)
 
 
 def stream_text(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hetero.report.timeline import Span
 
 if TYPE_CHECKING:
-    from hetero.loading import Run
+    from hetero.run import Run
 
 MAX_PASSES = 4096
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-import hetero.loading
+import hetero.setup
 from hetero.io.arena import _Mapping
 from tests.bad_days.rig import Disk, reference_logits
 from tests.tiny_models import write_checkpoint
@@ -34,7 +34,7 @@ def reference(checkpoint: Path) -> torch.Tensor:
 @pytest.fixture(scope="module", autouse=True)
 def quick() -> Iterator[None]:
     """Measure the machine once, collect no garbage at each load, and compute on one thread: models are tiny here."""
-    threads, measure = torch.get_num_threads(), hetero.loading.measure_compute
+    threads, measure = torch.get_num_threads(), hetero.setup.measure_compute
     rates: dict[Any, Any] = {}
 
     def measure_once(dtype: torch.dtype, formats: set[str]) -> Any:
@@ -47,8 +47,8 @@ def quick() -> Iterator[None]:
     gc.collect()
     gc.freeze()  # what torch and transformers allocated is no leak, and slow to walk over
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hetero.loading, "measure_compute", measure_once)
-        patch.setattr(hetero.loading, "trim_heap", lambda: None)
+        patch.setattr(hetero.setup, "measure_compute", measure_once)
+        patch.setattr(hetero.setup, "trim_heap", lambda: None)
         yield
     gc.unfreeze()
     torch.set_num_threads(threads)
@@ -63,7 +63,7 @@ def own_checkpoint(checkpoint: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     disk = Disk()
-    monkeypatch.setattr(hetero.loading, "Engine", disk.make_engine)
+    monkeypatch.setattr(hetero.setup, "Engine", disk.make_engine)
     return disk
 
 

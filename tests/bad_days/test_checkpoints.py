@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-import hetero.loading
+import hetero.setup
 from hetero.io.errors import CheckpointError, HeteroError, IOEngineError
 from tests.bad_days.rig import DEVICES, load, logits_of, smallest
 
@@ -50,14 +50,14 @@ def test_a_change_between_header_and_load_is_refused(
     own_checkpoint: Path, change: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     smallest(own_checkpoint, "cpu")
-    open_source = hetero.loading.open_source
+    open_source = hetero.setup.open_source
 
     def open_then_change(*args: Any, **options: Any) -> Any:
         source = open_source(*args, **options)
         change(own_checkpoint / FILE)
         return source
 
-    monkeypatch.setattr(hetero.loading, "open_source", open_then_change)
+    monkeypatch.setattr(hetero.setup, "open_source", open_then_change)
     with pytest.raises((CheckpointError, IOEngineError), match=FILE):
         load(own_checkpoint)
 

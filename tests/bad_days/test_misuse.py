@@ -79,7 +79,7 @@ def test_a_guarded_model_has_no_other_hook_or_attribute_once_closed(checkpoint: 
 
 def test_a_resident_model_is_an_ordinary_one(checkpoint: Path, reference: torch.Tensor, tmp_path: Path) -> None:
     with hetero.load(checkpoint, device="cpu", cpu_memory="64MiB", context=64) as run:
-        assert not run.executor_is_needed
+        assert not run.is_streaming
         copied = copy.deepcopy(run.model)
         run.model.save_pretrained(tmp_path)
         embeddings = run.model.model.embed_tokens(IDS).detach().requires_grad_()

@@ -18,7 +18,7 @@ from transformers import DynamicCache
 
 import hetero
 from hetero.io.arena import Arena
-from hetero.loading import Run
+from hetero.run import Run
 from hetero.measure import ComputeRates, measure_compute
 from hetero.memory.chunk import Chunk
 from hetero.memory.device_emulated import EmulatedDevice
@@ -82,7 +82,7 @@ class Headers:
 @pytest.fixture(autouse=True)
 def measure_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """How fast this machine computes is not what these tests are about, and takes a while to measure."""
-    monkeypatch.setattr("hetero.loading.measure_compute", lambda dtype, formats: rates_of(dtype, frozenset(formats)))
+    monkeypatch.setattr("hetero.setup.measure_compute", lambda dtype, formats: rates_of(dtype, frozenset(formats)))
 
 
 @cache
@@ -190,7 +190,7 @@ class Watch:
 
         monkeypatch.setattr(Arena, "__init__", init_and_check)
         monkeypatch.setattr(EmulatedDevice, "__init__", init_device_and_keep)
-        monkeypatch.setattr("hetero.loading.Ledger", partial(Ledger, observer=self.happened))
+        monkeypatch.setattr("hetero.tiers.Ledger", partial(Ledger, observer=self.happened))
 
     def happened(self, ledger: Ledger, event: LedgerEvent) -> None:
         self.num_events += 1
