@@ -174,6 +174,7 @@ class Pipeline:
             self._dead.append(entry)
         else:
             entry.drop_views()
+            entry.is_outlived = entry not in self._dead
 
     def _drain(self) -> None:
         while self._dead:
@@ -181,6 +182,9 @@ class Pipeline:
             if entry.state is not State.RETIRED:
                 entry.tensor = None
                 continue
+            if entry.is_outlived:
+                # Somebody's view of it lived on, and what was computed with that view may still be queued.
+                entry.fence = self._device.record([(entry.space.address, entry.space.nbytes)])
             if entry.fence is None or entry.fence.query():
                 self._device.retire(entry.space.address, entry.space.nbytes)
             self._first.free(entry.space, entry.fence)

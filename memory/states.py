@@ -50,8 +50,8 @@ class Residency:
     """
 
     __slots__ = (
-        "chunk", "error", "fence", "index", "is_abandoned", "leases", "num_uses", "read", "ready_event", "space",
-        "state", "tensor", "uses", "views",
+        "chunk", "error", "fence", "index", "is_abandoned", "is_outlived", "leases", "num_uses", "read", "ready_event",
+        "space", "state", "tensor", "uses", "views",
     )  # fmt: skip
 
     def __init__(self, chunk: Chunk, space: Space, index: int, num_uses: int) -> None:
@@ -67,6 +67,7 @@ class Residency:
         self.fence: Event | None = None
         self.error: BaseException | None = None
         self.is_abandoned = False
+        self.is_outlived = False  # by a tensor that somebody else keeps
         self.tensor: torch.Tensor | None = None
         self.views: dict[object, torch.Tensor] = {}
 

@@ -6,6 +6,7 @@ import errno
 import gc
 import random
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -229,3 +230,23 @@ def test_ten_thousand_swaps_keep_descriptors_and_memory_flat(tmp_path: Path) -> 
         assert process.num_fds() == descriptors
         assert process.memory_info().rss - memory < 4 << 20
         assert r.executor.stats.num_leases == 10_400
+
+
+def test_a_slot_waits_for_what_was_computed_with_a_view_that_outlived_its_lease(tmp_path: Path) -> None:
+    # On a GPU the view's death is host time: kernels that read it may still be queued, long after the lease's fence.
+    lag_s = 0.05
+    device = emulated(event_lag_s=lag_s)
+    with rig(tmp_path, SIZES[2:4], ring_nbytes=57_344, staging_nbytes=57_344, device=device) as r:
+        (entry,) = r.executor.acquire((0,))
+        kept = r.bytes_of(entry)
+        slot = entry.space.address
+        del entry
+        r.executor.release((0,))
+        time.sleep(2 * lag_s)  # the lease's own fence has passed
+        died_s = time.perf_counter()
+        del kept
+        (entry,) = r.executor.acquire((1,))
+        assert entry.space.address == slot
+        assert time.perf_counter() - died_s >= lag_s
+        del entry
+        r.executor.release((1,))
