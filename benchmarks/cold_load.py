@@ -18,19 +18,23 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+import psutil
 from _cgroup import drop_page_cache
 from _io_peers import Peer
 from _models import weight_nbytes
 from _report import details, machine_facts, markdown_table, public_command, report_path, write_report
 from _rounds import Contender, Sample, UnavailableError, run_rounds, verdict
 
+from hetero.io.arena import Arena
+
 WORKDIR = Path(__file__).resolve().parents[1] / "build" / "bench"
 RIVALS = ("safetensors", "fastsafetensors", "runai-model-streamer")
 FLOOR = 1.3
 SETTING = """\
-Time from the call to a number read from every 4096 bytes of every tensor, with all tensors alive; page cache dropped
-before each load; one process per loader, imports done; one round thrown away, because it also pays for memory that the
-machine has not used yet; every other round goes backwards. All loaders gave the same sum over the numbers they read.
+Time from the call to a number read from every 4096 bytes of every tensor, with all tensors alive. Before each load the
+page cache is dropped, and twice the checkpoint's size of memory is touched and freed: a virtual machine hands memory
+that was idle for seconds back to its host, and taking it again is slower than any disk. One process per loader, imports
+done; one round is thrown away; every other round goes backwards. All loaders gave the same sum of the numbers read.
 Peak: the most memory resident in the process during the load, beyond what it had before; pages of a mapped file count.
 
 - hetero: `hetero.io.load.load_arrays` (O_DIRECT, io_uring where there is one), each array viewed as a tensor.
@@ -49,12 +53,18 @@ class Loader:
 
     def load(self) -> Sample:
         drop_page_cache()
+        touch_memory(2 * weight_nbytes(self._model))
         answer = self._peer.ask("load", loader=self._name, path=str(self._model))
         self._sums[self._name] = answer["checksum"]
         if len(set(self._sums.values())) > 1:
             sys.exit(f"the loaders do not agree about the numbers in the checkpoint: {self._sums}")
         peak_nbytes = answer["peak_nbytes"] - answer["before_nbytes"]
         return Sample(answer["s"], answer["cpu_s"], weight_nbytes(self._model), peak_nbytes)
+
+
+def touch_memory(nbytes: int) -> None:
+    """Use and free memory, so that the machine has it ready (see SETTING). Takes at most half of what is available."""
+    Arena(min(nbytes, psutil.virtual_memory().available // 2), name="touched before a load").close()
 
 
 def contenders_for(model: Path, peers_python: Path | None, stack: ExitStack) -> tuple[list[Contender], dict[str, str]]:

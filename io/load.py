@@ -26,8 +26,8 @@ def load_arrays(
     """Read tensors (all, or those in `names`) and return their bytes, each a 1-D array, in the order asked for.
 
     Blocks until all are read. The arrays share arenas of about 64 MiB; an arena is freed when the last array over it
-    dies. Takes the tensors' bytes in RAM, and at most 8 KiB and the small holes per arena on top. Raises CheckpointError
-    if a file is not the one that was indexed, IOEngineError, OutOfMemoryError.
+    dies. Takes the tensors' bytes in RAM, and at most 8 KiB and the small holes per arena on top. Raises
+    CheckpointError if a file is not the one that was indexed, IOEngineError, OutOfMemoryError.
     """
     wanted = [index.tensors[name] for name in (index.tensors if names is None else names)]
     arrays: dict[str, npt.NDArray[np.uint8]] = {tensor.name: np.empty(0, np.uint8) for tensor in wanted}
