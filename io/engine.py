@@ -39,6 +39,7 @@ __all__ = ["Engine", "EngineStats", "File", "FileStats", "Request"]
 
 logger = logging.getLogger("hetero.io")
 
+_QUIET_S, _QUIET_ROUNDS = 0.05, 10
 _LAST_CHANCE_S = 1.0  # how long close() waits for a backend of which a block has already timed out
 
 
@@ -329,14 +330,30 @@ class Engine:
             if self._closed:
                 return
             self._cancel_unstarted()
-            with self._idle:
-                while self._operations:
-                    self._idle.wait()
+            self._await_operations()
             self._stop_collector = True
             self._backend.wake()
             self._collector.join()
             self._release_everything()
             self._closed = True
+
+    def _await_operations(self) -> None:
+        """Wait until every operation has ended.
+
+        One that the backend does not know never will: a KeyboardInterrupt hit its submitter between our records and
+        the backend's. It is given up when nothing has been in flight, and nothing has ended, for a while.
+        """
+        num_quiet = 0
+        with self._idle:
+            while self._operations and num_quiet < _QUIET_ROUNDS:
+                known = len(self._operations)
+                self._idle.wait(_QUIET_S)
+                is_quiet = known == len(self._operations) and not self._backend.in_flight()
+                num_quiet = num_quiet + 1 if is_quiet else 0
+            lost = list(self._operations.values())
+            for operation in lost:
+                self._abandon(operation, errno.EINTR, "its submission was interrupted")
+        resolve(lost)
 
     def _cancel_unstarted(self) -> None:
         cancelled: list[Operation] = []
@@ -356,7 +373,7 @@ class Engine:
                 release_range(token)
             self._abandoned.clear()
         for file in list(self._files):
-            file.num_opens = 0
+            file.num_opens = file.num_pending = 0
             self._release_if_unused(file)
         if self._bounce is not None:
             if stuck:

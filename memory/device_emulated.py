@@ -110,8 +110,9 @@ class _Link:
         return CopyEvent(self.name, self._num_issued)
 
     def issue(self, copy: _Copy) -> None:
-        self._last_event = copy.event
+        # In this order: an interrupt between the two must not leave an event that nobody will set.
         self._copies.put(copy)
+        self._last_event = copy.event
 
     def drain(self) -> None:
         """Block until every copy issued so far has ended, well or not."""

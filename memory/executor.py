@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
@@ -74,9 +73,14 @@ class Executor(Pipeline):
     def take_back(self) -> None:
         """End every lease: the pass that held them was interrupted and will not."""
         with self._operation():
-            for entry in [*self._resident.values(), *self._live.values()]:
-                if entry.leases:
-                    entry.leases, entry.uses = 0, entry.uses + 1
+            leased = [entry for entry in [*self._resident.values(), *self._live.values()] if entry.leases]
+        for entry in leased:
+            if entry.ready_event is not None:
+                # The interrupt may have come before compute was made to wait; outside the lock, as in `acquire`.
+                self._device.wait(entry.ready_event)
+        with self._operation():
+            for entry in leased:
+                entry.leases, entry.uses = 0, entry.uses + 1
             for entry in self._idle():
                 self._abandon(entry)
             self._pump()
@@ -93,8 +97,9 @@ class Executor(Pipeline):
     def bytes_of(self, entry: Residency) -> torch.Tensor:
         """The leased chunk as uint8, shape (nbytes,), with a storage of its own. Valid while the lease is open."""
         if entry.tensor is None:
-            dead = None if entry.is_resident else self._dead
-            on_death = partial(_died, dead, entry, self._keepers)
+            # It holds the entry, hence the entry must not hold the tensor for ever: `drop_views`.
+            tell = partial(self._dead.append, entry) if not entry.is_resident else None
+            on_death = partial(_died, tell, self._keepers)
             entry.tensor = alias(entry.space.address, entry.chunk.nbytes, self._device.torch_device, on_death)
         return entry.tensor
 
@@ -266,7 +271,7 @@ class Executor(Pipeline):
             raise entry.error
 
 
-def _died(dead: deque[Residency] | None, entry: Residency, keepers: tuple[object, ...]) -> None:
+def _died(tell: Callable[[], None] | None, keepers: tuple[object, ...]) -> None:
     """Report the death of an alias, which held `keepers` until now. A resident's is of no consequence."""
-    if dead is not None:
-        dead.append(entry)
+    if tell is not None:
+        tell()

@@ -39,6 +39,13 @@ URGENT = -1  # the index of a chunk that is staged out of turn
 class InterruptedPassError(HeteroError):
     """A KeyboardInterrupt hit the bookkeeping. What is in flight is no longer known here, only by engine and device."""
 
+    @classmethod
+    def by(cls, error: BaseException) -> InterruptedPassError:
+        return cls(
+            f"this run was interrupted ({type(error).__name__}) in the middle of a transfer: close it and load the "
+            "model again"
+        )
+
 
 class Pipeline:
     """Moves streamed chunks through the rings in the order of the schedule, as far ahead as there is space.
@@ -112,7 +119,8 @@ class Pipeline:
                 self._abandon_staged(staged)
             while self._num_in_flight > 0 and not isinstance(self._broken, InterruptedPassError):
                 self._changed.wait()
-            for entry in self._resident.values():
+            # Also what an interrupted pass has leased: nothing of ours looks at the memory any more.
+            for entry in [*self._resident.values(), *self._live.values()]:
                 entry.drop_views()
             self._drain()
             self._keepers = ()
@@ -127,10 +135,7 @@ class Pipeline:
                 yield
             except BaseException as error:
                 if not isinstance(error, Exception) and error is not self._harmless:
-                    self._broken = InterruptedPassError(
-                        f"this run was interrupted ({type(error).__name__}) in the middle of starting a transfer: "
-                        "close it and load the model again"
-                    )
+                    self._broken = InterruptedPassError.by(error)
                 raise
             finally:
                 self._operator = outer
