@@ -6,6 +6,7 @@ import ctypes
 import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -18,6 +19,7 @@ from hetero.cpu_kernels.formats import format_for, row_nbytes
 from hetero.io.arena import Arena
 from hetero.io.engine import Engine, File, Request
 from hetero.layout import Layout
+from hetero.memory.device import Device
 
 PROBE_NBYTES = 96 << 20
 PROBE_WINDOW_NBYTES = 16 << 20
@@ -49,29 +51,31 @@ class ComputeRates:
         return seconds
 
 
-def measure_compute(dtype: torch.dtype, formats: set[str]) -> ComputeRates:
-    """Time a product and a dequantisation of a few MiB each on the CPU. Blocks for about 50 ms."""
+def measure_compute(dtype: torch.dtype, formats: set[str], device: Device) -> ComputeRates:
+    """Time a product and a dequantisation of a few MiB each where `device` computes. Blocks for about 50 ms."""
+    where = device.torch_device
     cols = 1024
-    weights = torch.zeros(SAMPLE_NBYTES // dtype.itemsize // cols, cols, dtype=dtype)
-    row, rows = torch.zeros(1, cols, dtype=dtype), torch.zeros(64, cols, dtype=dtype)
-    vector_s = _time(lambda: F.linear(row, weights))
-    matrix_s = _time(lambda: F.linear(rows, weights))
+    weights = torch.zeros(SAMPLE_NBYTES // dtype.itemsize // cols, cols, dtype=dtype, device=where)
+    row, rows = (torch.zeros(num, cols, dtype=dtype, device=where) for num in (1, 64))
+    vector_s = _time(lambda: F.linear(row, weights), device)
+    matrix_s = _time(lambda: F.linear(rows, weights), device)
     packed = {}
     for name in sorted(formats):
         if format_for(name).torch_dtype is None:
-            blocks = torch.zeros(256, row_nbytes(name, cols), dtype=torch.uint8)
-            out = torch.empty(256, cols, dtype=dtype)
-            packed[name] = out.numel() / _time(lambda b=blocks, o=out, n=name: dequantize_rows(b, n, cols, o))  # type: ignore[misc]
+            blocks = torch.zeros(256, row_nbytes(name, cols), dtype=torch.uint8, device=where)
+            out = torch.empty(256, cols, dtype=dtype, device=where)
+            seconds = _time(partial(dequantize_rows, blocks, name, cols, out), device)
+            packed[name] = out.numel() / seconds
     return ComputeRates(weights.nbytes / vector_s, 2.0 * weights.numel() * len(rows) / matrix_s, packed)
 
 
-def measure_disk(engine: Engine, files: Mapping[Path, File]) -> float:
+def measure_disk(engine: Engine, files: Mapping[Path, File], *, room_nbytes: int) -> float:
     """Bytes per second of reading the largest file with several blocks in flight. Blocks for 0.1 s or so.
 
-    Direct reads, so the page cache has no part in it. Takes 16 MiB of memory meanwhile.
+    Direct reads, so the page cache has no part in it. Takes up to 16 MiB of memory, and at most `room_nbytes`.
     """
     file = max(files.values(), key=lambda file: file.nbytes)
-    window = Arena(min(PROBE_WINDOW_NBYTES, max(4096, file.nbytes)), name="disk probe")
+    window = Arena(max(4096, min(PROBE_WINDOW_NBYTES, file.nbytes, room_nbytes // 4096 * 4096)), name="disk probe")
     try:
         block = min(engine.block_nbytes, window.nbytes)
         total = min(PROBE_NBYTES, file.nbytes) // 4096 * 4096
@@ -99,11 +103,12 @@ def trim_heap() -> None:
         trim(0)
 
 
-def _time(run: Callable[[], object], repeats: int = 5) -> float:
-    run()
+def _time(run: Callable[[], object], device: Device, repeats: int = 5) -> float:
+    """Median seconds of `run`, its compute done."""
     times = []
-    for _ in range(repeats):
+    for _ in range(repeats + 1):
         start = perf_counter()
         run()
+        device.record().synchronize()
         times.append(perf_counter() - start)
-    return max(median(times), 1e-9)
+    return max(median(times[1:]), 1e-9)

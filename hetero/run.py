@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Self
@@ -18,6 +19,7 @@ from hetero.guard import Guard
 from hetero.inference.generate import Segment, stream_text
 from hetero.io.engine import EngineStats
 from hetero.io.errors import CheckpointError, ConfigError, HeteroError
+from hetero.memory.device import Device
 from hetero.memory.schedule import runs_of
 from hetero.memory.trace import Recorder
 from hetero.planning import PlanReport
@@ -77,7 +79,7 @@ class Run:
         tiers.load_small(self.model)
         self.executor = tiers.make_executor()
         self._stack.callback(self.executor.close)
-        self.recorder = Recorder(None if self.device.torch_device.type == "cpu" else self.device.synchronize)
+        self.recorder = Recorder(None if self.device.torch_device.type == "cpu" else partial(_settle, self.device))
         self._assembly = Assembly(
             self.model,
             decision,
@@ -254,3 +256,8 @@ def _close_dropped(stack: ExitStack) -> None:
     else:
         # The garbage collector may run on a thread that closing waits for.
         threading.Thread(target=stack.close, name="hetero-close").start()
+
+
+def _settle(device: Device) -> None:
+    """Block until all queued compute is done. Not `synchronize`, which would wait for prefetches too."""
+    device.record().synchronize()

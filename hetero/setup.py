@@ -51,7 +51,7 @@ class Setup:
             self.stack.callback(self.device.close)
             # What the libraries take for themselves they take now: it is part of the baseline, not of the budgets.
             self.tokenizer = _tokenizer_of(self.source)
-            self.rates = measure_compute(self.source.dtype, formats_of(self.source))
+            self.rates = measure_compute(self.source.dtype, formats_of(self.source), self.device)
             trim_heap()
             self.limits = self._limits(device, gpu_memory, cpu_memory)
             self.engine = self.stack.enter_context(Engine())
@@ -92,12 +92,15 @@ class Setup:
         return files
 
     def _links(self, disk_bytes_per_s: float | None) -> Links:
-        disk = disk_bytes_per_s or measure_disk(self.engine, self.files)
+        room_nbytes = self.limits.cpu.nbytes - self.engine.bounce_nbytes
+        disk = disk_bytes_per_s or measure_disk(self.engine, self.files, room_nbytes=room_nbytes)
         if not self.device.has_gpu_tier:
             return Links(disk)
         known = self.device.link_info()
         return Links(
-            disk, known.bandwidth_bytes_per_s or measure_link(self.device), gpu_latency_s=known.latency_s or 0.0
+            disk,
+            known.bandwidth_bytes_per_s or measure_link(self.device, room_nbytes=room_nbytes),
+            gpu_latency_s=known.latency_s or 0.0,
         )
 
 
@@ -114,11 +117,10 @@ def _parse_rate(link: int | str) -> int:
     return parse_size(text, name="link")
 
 
-def measure_link(device: Device) -> float:
-    """Bytes per second of copies from page-locked memory to the device. Blocks for some 30 ms."""
-    nbytes = 32 << 20
+def measure_link(device: Device, *, room_nbytes: int) -> float:
+    """Bytes per second of copies from page-locked memory, `room_nbytes` at most, to the device. Blocks for 30 ms."""
     free, _ = device.memory_info()
-    nbytes = max(4096, min(nbytes, free // 4 // 4096 * 4096))
+    nbytes = max(4096, min(32 << 20, free // 4, room_nbytes) // 4096 * 4096)
     host = device.allocate_host(nbytes, name="link probe")
     try:
         target = device.allocate(nbytes, name="link probe")

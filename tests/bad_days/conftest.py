@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,14 @@ def reference(checkpoint: Path) -> torch.Tensor:
 @pytest.fixture(scope="module", autouse=True)
 def quick() -> Iterator[None]:
     """Measure the machine once, collect no garbage at each load, and compute on one thread: models are tiny here."""
-    threads, measure = torch.get_num_threads(), hetero.setup.measure_compute
+    threads = torch.get_num_threads()
+    measure: Callable[..., Any] = vars(hetero.setup)["measure_compute"]
     rates: dict[Any, Any] = {}
 
-    def measure_once(dtype: torch.dtype, formats: set[str]) -> Any:
-        key = dtype, frozenset(formats)
+    def measure_once(dtype: torch.dtype, formats: set[str], device: Any) -> Any:
+        key = dtype, frozenset(formats), device.name
         if key not in rates:
-            rates[key] = measure(dtype, formats)
+            rates[key] = measure(dtype, formats, device)
         return rates[key]
 
     torch.set_num_threads(1)
@@ -89,4 +90,5 @@ def _write_tokenizer(folder: Path) -> None:
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, 320)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
+    fast: Any = PreTrainedTokenizerFast
+    fast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)

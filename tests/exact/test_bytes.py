@@ -18,12 +18,13 @@ from transformers import DynamicCache
 
 import hetero
 from hetero.io.arena import Arena
-from hetero.run import Run
 from hetero.measure import ComputeRates, measure_compute
 from hetero.memory.chunk import Chunk
+from hetero.memory.device import CpuDevice
 from hetero.memory.device_emulated import EmulatedDevice
 from hetero.memory.ledger import Ledger, LedgerEvent
 from hetero.planning import TooSmallError
+from hetero.run import Run
 from tests.tiny_models import VOCAB, write_checkpoint
 
 CONTEXT = 64
@@ -82,12 +83,12 @@ class Headers:
 @pytest.fixture(autouse=True)
 def measure_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """How fast this machine computes is not what these tests are about, and takes a while to measure."""
-    monkeypatch.setattr("hetero.setup.measure_compute", lambda dtype, formats: rates_of(dtype, frozenset(formats)))
+    monkeypatch.setattr("hetero.setup.measure_compute", lambda dtype, formats, device: rates_of(dtype))
 
 
 @cache
-def rates_of(dtype: torch.dtype, formats: frozenset[str]) -> ComputeRates:
-    return measure_compute(dtype, set(formats))
+def rates_of(dtype: torch.dtype) -> ComputeRates:
+    return measure_compute(dtype, set(), CpuDevice())
 
 
 @pytest.fixture(scope="module", params=list(CASES))
