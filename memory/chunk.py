@@ -4,7 +4,8 @@ Note [layout]
     A chunk is one contiguous slot. It is filled by `Segment`s, each one read of a file range. Where the file's bytes
     are used as they are (zero copy), the range is aligned outwards to 4 KiB and the tensor is viewed at its offset
     inside, so its address modulo 4096, hence modulo 64, is that of the file: the bits of fp32 matrix-vector products
-    depend on it. Where a parameter is stacked from several tensors, each piece is read to its own place in 64-aligned memory.
+    depend on it. Where a parameter is stacked from several tensors, each piece is read to its own place in 64-aligned
+    memory.
 """
 
 from __future__ import annotations
@@ -120,9 +121,7 @@ def build_chunk(chunk_id: int, name: str, parts: Sequence[Part], file_nbytes: di
     )
 
 
-def group_parts(
-    units: Iterable[tuple[str, Sequence[Part]]], max_nbytes: int
-) -> list[tuple[str, list[Part]]]:
+def group_parts(units: Iterable[tuple[str, Sequence[Part]]], max_nbytes: int) -> list[tuple[str, list[Part]]]:
     """Pack units, in order of first use, into chunks of one group (a layer) and at most `max_nbytes`.
 
     A unit is (group, the parts that one module needs at once): it is never divided, so that a module waits for one

@@ -133,5 +133,3 @@ def rig(
         device.close()
         for arena in arenas:
             arena.close()
-
-
