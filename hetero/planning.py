@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -24,6 +24,7 @@ from hetero.sources import Source
 CHUNK_SIZES = tuple((1 << 25) >> step for step in range(8))  # 32 MiB down to 256 KiB
 PREFILL_TOKENS = 512
 ROWS_NBYTES = 1 << 20
+DISK_WINDOW_NBYTES = 32 << 20  # eight blocks of 4 MiB, the engine's queue depth
 WORTH_A_SMALLER_CHUNK = 0.98  # smaller chunks mean more requests and more Python; they must gain at least 2 %
 
 
@@ -156,7 +157,7 @@ def decide(
         specs = layout.specs()
         trace = layout.trace("decode", rates.compute_s(layout, 1))
         try:
-            plan = make_plan(specs, trace, _left(limits, reserves), links)
+            plan = _plan(specs, trace, _left(limits, reserves), links)
         except BudgetError:
             smallest = _less(smallest, _smallest(specs, trace, limits, reserves))
             continue
@@ -240,6 +241,23 @@ def _numel(shape: tuple[int, ...]) -> int:
     for size in shape:
         numel *= size
     return numel
+
+
+def _plan(specs: list[ChunkSpec], trace: Trace, budgets: Budgets, links: Links) -> Plan:
+    """Plan with a ring that is larger, by the disk's window, than the one the simulation finds best.
+
+    The simulated disk runs at its full rate with one read; a real one needs several in flight, and chunks of several
+    sizes leave gaps in a ring. The window is at most an eighth of the tier, and none where nothing would fit then.
+    """
+    plan = make_plan(specs, trace, budgets, links)
+    window = min(DISK_WINDOW_NBYTES, budgets.cpu_nbytes // 8 // 4096 * 4096)
+    if not plan.prediction.disk_nbytes or not plan.schedule or not window:
+        return plan
+    try:
+        plan = make_plan(specs, trace, Budgets(budgets.gpu_nbytes, budgets.cpu_nbytes - window), links)
+    except BudgetError:
+        return plan
+    return replace(plan, cpu_ring_nbytes=plan.cpu_ring_nbytes + window)
 
 
 def _left(limits: MemoryLimits, reserves: Reserves) -> Budgets:
