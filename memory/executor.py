@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
@@ -73,6 +73,7 @@ class Executor(Pipeline):
     def take_back(self) -> None:
         """End every lease: the pass that held them was interrupted and will not."""
         with self._operation():
+            self._check()
             leased = [entry for entry in [*self._resident.values(), *self._live.values()] if entry.leases]
         for entry in leased:
             if entry.ready_event is not None:
@@ -98,9 +99,9 @@ class Executor(Pipeline):
         """The leased chunk as uint8, shape (nbytes,), with a storage of its own. Valid while the lease is open."""
         if entry.tensor is None:
             # It holds the entry, hence the entry must not hold the tensor for ever: `drop_views`.
-            tell = partial(self._dead.append, entry) if not entry.is_resident else None
-            on_death = partial(_died, tell, self._keepers)
-            entry.tensor = alias(entry.space.address, entry.chunk.nbytes, self._device.torch_device, on_death)
+            on_death = partial(self._dead.append, entry) if not entry.is_resident else _ignore
+            where = entry.space.address, entry.chunk.nbytes
+            entry.tensor = alias(*where, self._device.torch_device, on_death, self._keepers)
         return entry.tensor
 
     def is_resident(self, chunk_id: int) -> bool:
@@ -271,7 +272,5 @@ class Executor(Pipeline):
             raise entry.error
 
 
-def _died(tell: Callable[[], None] | None, keepers: tuple[object, ...]) -> None:
-    """Report the death of an alias, which held `keepers` until now. A resident's is of no consequence."""
-    if tell is not None:
-        tell()
+def _ignore() -> None:
+    """A resident chunk's alias dies with the run; nothing waits for it."""

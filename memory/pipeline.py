@@ -18,7 +18,7 @@ import errno
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -113,16 +113,21 @@ class Pipeline:
         """Stop prefetching and wait until no transfer can still write. Idempotent."""
         with self._operation():
             self._is_closed = True
-            for entry in self._idle():
-                self._abandon(entry)
-            for staged in list(self._staged.values()):
-                self._abandon_staged(staged)
-            while self._num_in_flight > 0 and not isinstance(self._broken, InterruptedPassError):
-                self._changed.wait()
+            # After an interrupt our records cannot be trusted: engine and device, closed next, wait for what they have.
+            is_in_order = not isinstance(self._broken, InterruptedPassError)
+            if is_in_order:
+                for entry in self._idle():
+                    self._abandon(entry)
+                for staged in list(self._staged.values()):
+                    self._abandon_staged(staged)
+                while self._num_in_flight > 0 and is_in_order:
+                    self._changed.wait()
+                    is_in_order = not isinstance(self._broken, InterruptedPassError)
             # Also what an interrupted pass has leased: nothing of ours looks at the memory any more.
             for entry in [*self._resident.values(), *self._live.values()]:
                 entry.drop_views()
-            self._drain()
+            if is_in_order:
+                self._drain()
             self._keepers = ()
 
     @contextmanager
@@ -145,6 +150,10 @@ class Pipeline:
         try:
             self._changed.wait()
         except BaseException as error:
+            # The interrupt may have come just after `wait` gave the lock up, before it was ready to take it back.
+            with suppress(RuntimeError):
+                self._lock.release()
+            self._lock.acquire()
             self._harmless = error
             raise
 
@@ -170,7 +179,6 @@ class Pipeline:
 
     def _retire(self, entry: Residency) -> None:
         """End a residency. Its space follows when the last alias is gone, Note [reuse of a slot]."""
-        del self._live[entry.chunk.chunk_id]
         # Recorded after the last use on the compute queue; a copy nobody waited for must itself be waited for.
         used = (entry.space.address, entry.space.nbytes)
         entry.fence = self._device.record([used]) if entry.uses > 0 else entry.ready_event
@@ -180,6 +188,8 @@ class Pipeline:
         else:
             entry.drop_views()
             entry.is_outlived = entry not in self._dead
+        # Last, so that `close` finds it, and the alias that it holds, whatever line an interrupt hit.
+        del self._live[entry.chunk.chunk_id]
 
     def _drain(self) -> None:
         while self._dead:
@@ -375,7 +385,7 @@ class Pipeline:
         self._free_staging(staged.space)
 
     def _pump_from_callback(self) -> None:
-        if not self._is_closed and self._operator != threading.get_ident():
+        if not self._is_closed and self._broken is None and self._operator != threading.get_ident():
             try:
                 with self._operation():
                     self._pump()

@@ -6,8 +6,8 @@ Note [Lifetime of an alias]
     `Parameter`, `numpy()`, `untyped_storage()` and tensors saved by autograd all hold the storage. When the last of
     them dies, `on_death` runs on whichever thread dropped it, possibly inside the garbage collector, possibly while
     that thread holds a lock of ours. It may therefore only append to a `collections.deque` (atomic, takes no lock); the
-    executor drains it. A raw pointer is not protected, and neither is the memory itself: whoever makes an alias lets
-    `on_death` hold the arena's `keeper`, so that the pages stay mapped as long as a stranger's view.
+    executor drains it. A raw pointer is not protected, and neither is the memory itself: whoever makes an alias gives
+    it the arena's `keeper`, so that the pages stay mapped as long as a stranger's view.
     On a GPU this is host time: kernels may still read the slot. Events are recorded when the queue is drained.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import operator
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -27,28 +28,45 @@ BLOCK_NBYTES = 2 << 20  # physical memory behind a placeholder, up to MAX_MAPPIN
 MAX_MAPPINGS = 8192  # Linux allows 65530 per process (vm.max_map_count); stay far below
 
 
-def alias(address: int, nbytes: int, torch_device: torch.device, on_death: Callable[[], None]) -> torch.Tensor:
+def alias(
+    address: int,
+    nbytes: int,
+    torch_device: torch.device,
+    on_death: Callable[[], None],
+    keepers: Sequence[object] = (),
+) -> torch.Tensor:
     """Return a uint8 tensor of shape `(nbytes,)` over foreign memory, with a storage of its own.
 
     `on_death` runs once, when the last tensor, array or storage aliasing it has died: see Note [Lifetime of an alias]
-    for what it may do. It must not hold the tensor, directly or through an object, or that never happens. The caller
-    owns the memory and keeps it mapped until then.
+    for what it may do. It must not hold the tensor, directly or through an object, or that never happens. The alias
+    holds `keepers`, which keep the memory mapped; without any the caller does.
     """
     assert nbytes > 0, f"an alias needs at least one byte, got {nbytes=}"
     if torch_device.type == "cpu":
-        owner = _Memory(address, nbytes)
-        # atexit=False: at interpreter shutdown nobody is left to drain the queue.
-        weakref.finalize(owner, on_death).atexit = False
-        return torch.from_numpy(np.asarray(owner))
-    return alias_dlpack(address, nbytes, torch_device, on_death)
+        return torch.from_numpy(np.asarray(_Memory(address, nbytes, on_death, keepers)))
+    return alias_dlpack(address, nbytes, torch_device, on_death, keepers)
+
+
+class _Death(weakref.ref[Any]):
+    """The last tensor is gone. When `on_death` is C code, so is everything from here to it: a KeyboardInterrupt has no
+    line of Python to hit, where it would be printed, forgotten, and the death with it."""
+
+    __slots__ = ("on_death",)
+    on_death: Callable[[], None]
+
+
+_tell = operator.methodcaller("on_death")
 
 
 class _Memory:
     """A range of memory in numpy's array interface. The arrays made from it hold it, so its death is theirs."""
 
-    __slots__ = ("__array_interface__", "__weakref__")
+    __slots__ = ("__array_interface__", "__weakref__", "_death", "_keepers")
 
-    def __init__(self, address: int, nbytes: int) -> None:
+    def __init__(self, address: int, nbytes: int, on_death: Callable[[], None], keepers: Sequence[object]) -> None:
+        self._death = _Death(self, _tell)
+        self._death.on_death = on_death
+        self._keepers = keepers
         self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
 
 
@@ -98,7 +116,13 @@ _new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 _CAPSULE_NAME = b"dltensor"  # the capsule keeps the pointer, so this object must stay
 
 
-def alias_dlpack(address: int, nbytes: int, torch_device: torch.device, on_death: Callable[[], None]) -> torch.Tensor:
+def alias_dlpack(
+    address: int,
+    nbytes: int,
+    torch_device: torch.device,
+    on_death: Callable[[], None],
+    keepers: Sequence[object] = (),
+) -> torch.Tensor:
     """Do what `alias` does for a device numpy cannot address, through a DLPack capsule. Works on the CPU as well."""
     device_id = max(torch.empty(0, device=torch_device).get_device(), 0)  # "cuda" means the current one; -1 is the CPU
     shape = (ctypes.c_int64 * 1)(nbytes)
@@ -114,7 +138,7 @@ def alias_dlpack(address: int, nbytes: int, torch_device: torch.device, on_death
     )
     managed = _DLManagedTensor(dl_tensor=tensor, deleter=ctypes.cast(_deleter, ctypes.c_void_p).value)
     key = ctypes.addressof(managed)
-    _exported[key] = (managed, shape, on_death)
+    _exported[key] = (managed, (shape, keepers), on_death)
     try:
         imported: torch.Tensor = torch.utils.dlpack.from_dlpack(_new_capsule(key, _CAPSULE_NAME, None))
     except BaseException:
@@ -178,7 +202,7 @@ def _map_repeated_block(nbytes: int) -> _Memory:
             os.pwrite(fd, piece, offset)
         reserve = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         start = _mmap(None, region_nbytes, 0, reserve, -1)
-        memory = _Memory(start, nbytes)
+        memory = _Memory(start, nbytes, lambda: None, ())
         weakref.finalize(memory, _libc.munmap, start, region_nbytes).atexit = False
         for offset in range(0, region_nbytes, block_nbytes):
             _mmap(start + offset, block_nbytes, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, fd)
