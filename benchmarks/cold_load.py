@@ -14,6 +14,7 @@ import argparse
 import statistics
 import subprocess
 import sys
+import time
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -23,12 +24,14 @@ from _cgroup import drop_page_cache
 from _io_peers import Peer
 from _models import weight_nbytes
 from _report import details, machine_facts, markdown_table, public_command, report_path, write_report
-from _rounds import Contender, Sample, UnavailableError, run_rounds, verdict
+from _rounds import Contender, Sample, UnavailableError, own_cpu_s, run_rounds, verdict
 
-from hetero.io.arena import Arena
+from hetero.io.arena import Arena, round_up
+from hetero.io.engine import Engine, Request
 
 WORKDIR = Path(__file__).resolve().parents[1] / "build" / "bench"
 RIVALS = ("safetensors", "fastsafetensors", "runai-model-streamer")
+DISK_LIMIT = "(disk limit)"
 FLOOR = 1.3
 SETTING = """\
 Time from the call to a number read from every 4096 bytes of every tensor, with all tensors alive. Before each load the
@@ -40,6 +43,7 @@ Peak: the most memory resident in the process during the load, beyond what it ha
 - hetero: `hetero.io.load.load_arrays` (O_DIRECT, io_uring where there is one), each array viewed as a tensor.
 - safetensors: `safetensors.torch.load_file` of each shard: a mapping, read when it is touched.
 - fastsafetensors: `SafeTensorsFileLoader` with `nogds=True`, all shards as one group.
+- (disk limit): the same bytes by O_DIRECT into one arena of 64 MiB, which is used again and again.
 - runai-model-streamer: `SafetensorsStreamer.stream_files` of all shards, tensors owned by the caller.
 """
 
@@ -60,6 +64,33 @@ class Loader:
             sys.exit(f"the loaders do not agree about the numbers in the checkpoint: {self._sums}")
         peak_nbytes = answer["peak_nbytes"] - answer["before_nbytes"]
         return Sample(answer["s"], answer["cpu_s"], weight_nbytes(self._model), peak_nbytes)
+
+
+class DiskLimit:
+    """The bound for every loader: the same bytes by O_DIRECT into one small arena, where nothing is kept."""
+
+    def __init__(self, model: Path, arena: Arena) -> None:
+        self._model, self._arena = model, arena
+
+    def read(self) -> Sample:
+        drop_page_cache()
+        size = 4 << 20
+        with Engine(block_nbytes=size) as engine:
+            files = [engine.open(path) for path in sorted(self._model.glob("*.safetensors"))]
+            blocks = [(file, offset) for file in files for offset in range(0, file.nbytes, size)]
+            start_s, cpu_s = time.perf_counter(), own_cpu_s()
+            futures = engine.submit(
+                [
+                    # to whole pages, so that nothing is bounced; buffers are written over, nobody looks
+                    Request(file, offset, min(size, round_up(file.nbytes - offset, 4096)), self._address(i, size))
+                    for i, (file, offset) in enumerate(blocks)
+                ]
+            )
+            nbytes = sum(future.result() for future in futures)
+            return Sample(time.perf_counter() - start_s, own_cpu_s() - cpu_s, nbytes)
+
+    def _address(self, block: int, size: int) -> int:
+        return self._arena.address + block % (self._arena.nbytes // size) * size
 
 
 def touch_memory(nbytes: int) -> None:
@@ -83,6 +114,8 @@ def contenders_for(model: Path, peers_python: Path | None, stack: ExitStack) -> 
             contender.problem = str(error)
             continue
         contender.run, versions[name] = loader.load, loader.version
+    arena = stack.enter_context(Arena(64 << 20, name="disk limit"))
+    contenders.append(Contender(DISK_LIMIT, DiskLimit(model, arena).read))
     return contenders, versions
 
 
@@ -112,12 +145,17 @@ def result_rows(contenders: list[Contender]) -> list[list[str]]:
 
 def outcome(contenders: list[Contender]) -> str:
     hetero, *rivals = contenders
-    measured = [rival for rival in rivals if rival.samples]
+    measured = [rival for rival in rivals if rival.samples and rival.name != DISK_LIMIT]
+    limit = next((rival for rival in rivals if rival.samples and rival.name == DISK_LIMIT), None)
     if not hetero.samples or not measured:
         return "No rival was measured beside hetero, so nothing is said about the target."
     fastest = max(measured, key=lambda rival: rival.bytes_per_s)
     ratio = hetero.ratio_to(fastest)
-    return f"{ratio:.2f} x the fastest rival ({fastest.name}); target {FLOOR}: {verdict(ratio, FLOOR)}."
+    text = f"{ratio:.2f} x the fastest rival ({fastest.name}); target {FLOOR}: {verdict(ratio, FLOOR)}."
+    if limit is not None:
+        shares = f"hetero {hetero.ratio_to(limit):.2f}, {fastest.name} {fastest.ratio_to(limit):.2f}"
+        text += f" Shares of the disk's own rate: {shares}; no loader can be faster than 1."
+    return text
 
 
 def report(model: Path, contenders: list[Contender], versions: dict[str, str], num_rounds: int, *, write: bool) -> None:
