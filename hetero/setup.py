@@ -120,6 +120,8 @@ def _parse_rate(link: int | str) -> int:
 def measure_link(device: Device, *, room_nbytes: int) -> float:
     """Bytes per second of copies from page-locked memory, `room_nbytes` at most, to the device. Blocks for 30 ms."""
     free, _ = device.memory_info()
+    if free < 4096:
+        return float(1 << 30)  # any rate will do: no plan fits, and the planner says what would
     nbytes = max(4096, min(32 << 20, free // 4, room_nbytes) // 4096 * 4096)
     host = device.allocate_host(nbytes, name="link probe")
     try:
