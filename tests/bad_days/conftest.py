@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import shutil
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -69,18 +70,19 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 
 @pytest.fixture
-def no_memory_left() -> Iterator[None]:
+def no_memory_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fail when the test leaves an arena mapped."""
-    gc.collect()
-    before = {id(each) for each in _mappings()}
+    made: weakref.WeakSet[_Mapping] = weakref.WeakSet()
+    original = _Mapping.__init__
+
+    def init(self: _Mapping, *args: Any) -> None:
+        original(self, *args)
+        made.add(self)
+
+    monkeypatch.setattr(_Mapping, "__init__", init)
     yield
     gc.collect()
-    left = [each.address for each in _mappings() if id(each) not in before]
-    assert not left, f"arenas left mapped at {left}"
-
-
-def _mappings() -> list[_Mapping]:
-    return [each for each in gc.get_objects() if type(each) is _Mapping]
+    assert not made, f"arenas left mapped at {[each.address for each in made]}"
 
 
 def _write_tokenizer(folder: Path) -> None:
