@@ -152,7 +152,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="a checkpoint to use instead of making one")
     parser.add_argument("--gguf", type=Path, help="its BF16 GGUF")
     parser.add_argument("--peers-python", help="an interpreter that has the peers (default: this one)")
-    parser.add_argument("--limits", default=LIMITS, help=f"memory limits, of the model where in percent ({LIMITS})")
+    parser.add_argument("--limits", default=LIMITS, help="memory limits; a percentage is of the model (%(default)s)")
     parser.add_argument("--systems", default=",".join(SYSTEMS), help=f"some of {','.join(SYSTEMS)}")
     parser.add_argument("--reps", type=int, default=3, help="processes per system and limit")
     parser.add_argument("--tokens", type=int, default=8)

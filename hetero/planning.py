@@ -15,7 +15,7 @@ from hetero.materialize import scratch_need
 from hetero.measure import ComputeRates
 from hetero.memory.budget import MemoryLimits, format_size
 from hetero.memory.chunk import align_up
-from hetero.memory.plan import make_plan, smallest_budgets
+from hetero.memory.plan import make_plan, predict, smallest_budgets
 from hetero.memory.plan_types import BudgetError, Budgets, ChunkSpec, Links, Plan, Prediction, Trace
 from hetero.memory.simulate import simulate
 from hetero.report.schema import PhasePlan, PlanDict, TierPlan
@@ -169,7 +169,7 @@ def decide(
                 specs=specs,
                 trace=trace,
                 plan=plan,
-                prefill=_predict(plan, specs, prefill_trace, links),
+                prefill=predict(simulate(plan, specs, prefill_trace, links), prefill_trace, links),
                 limits=limits,
                 reserves=reserves,
                 scratch_nbytes=scratch,
@@ -298,17 +298,6 @@ def _too_small(needs: dict[str, int], limits: MemoryLimits, wishes: Wishes) -> T
         f"the budgets are too small for this model with a context of {wishes.context} tokens: {'; '.join(lines)}. "
         f"The smallest that works is {least}; a shorter context or fewer prefill tokens need less",
         needs,
-    )
-
-
-def _predict(plan: Plan, specs: list[ChunkSpec], trace: Trace, links: Links) -> Prediction:
-    simulation = simulate(plan, specs, trace, links)
-    bounds = {"disk": simulation.disk_nbytes / links.disk_bytes_per_s, "compute": trace.compute_s}
-    if links.gpu_bytes_per_s is not None:
-        bounds["gpu link"] = simulation.gpu_link_nbytes / links.gpu_bytes_per_s
-    bottleneck = max(bounds, key=lambda name: bounds[name])
-    return Prediction(
-        simulation.pass_s, bounds[bottleneck], bottleneck, simulation.disk_nbytes, simulation.gpu_link_nbytes
     )
 
 

@@ -135,6 +135,13 @@ class Executor(Pipeline):
             self._is_started = True
             self._pump()
 
+    def settle(self) -> None:
+        """Block until everything that is read ahead has arrived and the rings take no more."""
+        with self._operation():
+            self._pump()
+            # Completions start what fits next under the lock, so nothing in flight means nothing to come.
+            self._changed.wait_for(lambda: self._num_in_flight == 0)
+
     # -- taking -------------------------------------------------------------------------------------------------------
 
     def _take_all(self, chunk_ids: Sequence[int], taken: list[Residency]) -> None:

@@ -107,6 +107,8 @@ def generate(
             progress=view,
         ) as run,
     ):
+        if timeline is not None:
+            run.record_timeline()
         segments = run.stream(text, max_tokens=max_tokens, temperature=temp, seed=seed, chat=not raw)
         answer = _write_answer(segments, view, None if as_json else sys.stdout.write)
         stats = run.stats().to_dict()

@@ -93,6 +93,7 @@ class FakeRun:
     stream_arguments: dict[str, Any] = field(default_factory=dict)
     traced: Path | None = None
     num_closed: int = 0
+    is_recording: bool = False
 
     def __enter__(self) -> FakeRun:
         return self
@@ -115,7 +116,11 @@ class FakeRun:
         if self.failure is not None:
             raise self.failure
 
+    def record_timeline(self) -> None:
+        self.is_recording = True
+
     def trace(self, path: Path) -> None:
+        assert self.is_recording, "nothing was recorded"
         self.traced = path
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import struct
-import time
 import weakref
 from collections.abc import Iterator
 from functools import cache, partial
@@ -121,14 +120,8 @@ def options(budgets: dict[str, int]) -> dict[str, Any]:
 
 def settle(run: Run) -> tuple[int, int]:
     """Wait until what is read ahead fills its rings; returns useful bytes read, and bytes copied, so far."""
-    while True:
-        before = run.executor.stats.num_reads, run.executor.stats.num_copies
-        run.device.synchronize()
-        if run.engine_stats().in_flight == 0:
-            time.sleep(1e-3)  # a completion that is being told may start the next transfer
-            stats = run.executor.stats
-            if before == (stats.num_reads, stats.num_copies) and run.engine_stats().in_flight == 0:
-                return sum(file.useful_read_nbytes for file in run.engine_stats().files), stats.copied_nbytes
+    run.executor.settle()
+    return sum(file.useful_read_nbytes for file in run.engine_stats().files), run.executor.stats.copied_nbytes
 
 
 def decode_passes(run: Run, num_passes: int) -> Iterator[tuple[int, int]]:
