@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import hetero
+import hetero.run
 import hetero.setup
 import hetero.tiers
 from hetero.io.backends.faulty import Fault, FaultyBackend
@@ -26,6 +27,7 @@ torch.set_num_threads(1)
 IDS = torch.arange(5, 18)[None]
 mode, folder, nbytes = sys.argv[1], sys.argv[2], int(sys.argv[3])
 fault: Fault | None = None
+kept: list[Any] = []  # what is still in use when the process ends
 
 
 def make_engine(timeout_s: float = 60.0) -> Engine:
@@ -50,11 +52,11 @@ def slow_from_the_load_on() -> None:
         say("ready")
         return original(self)
 
-    hetero.tiers.Tiers.make_executor = make_executor  # type: ignore[method-assign]
+    vars(hetero.tiers)["Tiers"].make_executor = make_executor
 
 
 def slow_from_the_prompt_on() -> None:
-    original = hetero.Run.report_prefill
+    original = hetero.run.Run.report_prefill
 
     def report_prefill(self: Any, num_done: int, num_pieces: int) -> None:
         global fault
@@ -62,7 +64,7 @@ def slow_from_the_prompt_on() -> None:
         say("ready")
         original(self, num_done, num_pieces)
 
-    hetero.Run.report_prefill = report_prefill  # type: ignore[method-assign]
+    vars(hetero.run)["Run"].report_prefill = report_prefill
 
 
 def command() -> None:
@@ -83,7 +85,6 @@ def answer() -> None:
 
 def dropped() -> None:
     """Runs that nobody closes: one dropped, one in a cycle, one still in use at exit, one all resident."""
-    global kept
     warnings.simplefilter("error")
     gc.disable()
     torch.set_grad_enabled(False)
@@ -91,10 +92,10 @@ def dropped() -> None:
     cycle: list[Any] = [load()]
     cycle.append(cycle)
     del cycle
-    kept = [load(), hetero.load(folder, device="cpu", cpu_memory="64MiB", context=64)]
-    kept += [hetero.load(folder, device="emulated", gpu_memory="2MiB", cpu_memory=nbytes, context=64)]
-    kept += [run.model(input_ids=IDS).logits for run in kept]
-    kept += [kept[0].stream("w5 w6 w7")]
+    kept[:] = [load(), hetero.load(folder, device="cpu", cpu_memory="64MiB", context=64)]
+    kept.append(hetero.load(folder, device="emulated", gpu_memory="2MiB", cpu_memory=nbytes, context=64))
+    kept.extend([run.model(input_ids=IDS).logits for run in kept])
+    kept.append(kept[0].stream("w5 w6 w7"))
     next(kept[-1])
     say("ready")
 
@@ -102,7 +103,7 @@ def dropped() -> None:
 def stuck() -> None:
     """A disk that never answers again, neither the run nor the exit."""
     global fault
-    hetero.setup.Engine = functools.partial(make_engine, 0.5)  # type: ignore[misc,assignment]
+    vars(hetero.setup)["Engine"] = functools.partial(make_engine, 0.5)
     run = load()
     fault = Fault(stuck=True)
     try:
@@ -113,7 +114,7 @@ def stuck() -> None:
 
 
 if __name__ == "__main__":
-    hetero.setup.Engine = make_engine  # type: ignore[misc,assignment]
+    vars(hetero.setup)["Engine"] = make_engine
     if mode.endswith("load"):
         slow_from_the_load_on()
     if mode.endswith("generate"):

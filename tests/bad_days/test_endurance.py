@@ -25,8 +25,8 @@ def test_ten_thousand_swaps_keep_descriptors_threads_and_memory(
     with load(checkpoint, device) as run:
 
         def num_swaps() -> int:
-            stats = run.executor.stats
-            return stats.num_copies if device == "emulated" else stats.num_reads
+            # Every read and every copy fills a slot of a ring, for a chunk that had none.
+            return int(run.executor.stats.num_reads + run.executor.stats.num_copies)
 
         for _ in range(40):
             logits_of(run.model)
