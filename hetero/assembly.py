@@ -48,7 +48,7 @@ class Assembly:
         self._leaser = Leaser(executor, layout, scratch, recorder)
         weights = {**layout.weights, **layout.tables}
         largest = max((w.source.nbytes // w.row_nbytes * w.num_cols * 8 for w in weights.values()), default=16)
-        self._placeholder = Placeholder(largest)
+        self._placeholder = Placeholder(largest, torch_device)
         by_name = {name: weight for weight in weights.values() for name in weight.source.names}
         parameters = {name: self._parameter(weight) for name, weight in weights.items()}
         for name, weight in by_name.items():

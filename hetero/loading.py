@@ -37,6 +37,7 @@ def load(
     path_or_id: a folder of safetensors, a .gguf file, or a hub id. Its files are read in place, never copied.
     gpu_memory, cpu_memory: hard limits on everything hetero allocates, like "6GiB", "80%", "auto" or bytes.
     device: "auto", "cpu", "cuda", "xpu", or "emulated": a GPU tier made of RAM, with `link` as its speed ("12GB/s").
+    disk: a folder for data that changes. Inference changes nothing and writes nothing; it is only checked to exist.
     context: the longest text, in tokens, prompt included; its keys and values are part of the budget.
     prefill_tokens: prompts are read in pieces of this many tokens; the bits of a result depend on it, not on budgets.
     chunk_nbytes: largest chunk; None lets the plan choose.

@@ -1,4 +1,4 @@
-"""Quick measurements that a plan starts from. The warm-up's own times replace them."""
+"""Quick measurements that a plan starts from. After the warm-up the prediction is made again with its times."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from hetero.cpu_kernels.dequantize import dequantize_rows
 from hetero.cpu_kernels.formats import format_for, row_nbytes
 from hetero.io.arena import Arena
 from hetero.io.engine import Engine, File, Request
+from hetero.io.operation import finish
 from hetero.layout import Layout
 from hetero.memory.device import Device
 
@@ -88,8 +89,7 @@ def measure_disk(engine: Engine, files: Mapping[Path, File], *, room_nbytes: int
         if not requests:
             return float(1 << 30)
         start = perf_counter()
-        for future in engine.submit(requests):
-            future.result()
+        finish(engine.submit(requests))  # not one by one: at an error the others may still write to the window
         return total / (perf_counter() - start)
     finally:
         window.close()

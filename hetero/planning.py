@@ -17,6 +17,7 @@ from hetero.memory.budget import MemoryLimits, format_size
 from hetero.memory.chunk import align_up
 from hetero.memory.plan import make_plan, predict, smallest_budgets
 from hetero.memory.plan_types import BudgetError, Budgets, ChunkSpec, Links, Plan, Prediction, Trace
+from hetero.memory.residency import BLOCK_NBYTES
 from hetero.memory.simulate import simulate
 from hetero.report.schema import PhasePlan, PlanDict, TierPlan
 from hetero.sources import Source
@@ -110,6 +111,12 @@ class Decision:
     def has_gpu_tier(self) -> bool:
         return self.limits.gpu is not None
 
+    def measured(self, trace: Trace) -> None:
+        """Predict again with the compute times that the warm-up measured. What is resident stays so."""
+        simulation = simulate(self.plan, self.specs, trace, self.links, with_spans=False)
+        self.trace = trace
+        self.plan = replace(self.plan, prediction=predict(simulation, trace, self.links))
+
     @property
     def first_tier(self) -> str:
         return "gpu" if self.has_gpu_tier else "cpu"
@@ -141,8 +148,10 @@ def decide(
     wishes: Wishes,
     io_nbytes: int,
     device_name: str,
+    is_remote: bool = False,
 ) -> Decision:
-    """Choose chunk size, residents and rings. Raises ConfigError naming the smallest budgets when nothing fits."""
+    """Choose chunk size, residents and rings. `is_remote`: the first tier is not RAM, so what goes there passes through
+    RAM. Raises ConfigError naming the smallest budgets when nothing fits."""
     shape = Shape.of(source.config)
     if wishes.context > shape.max_positions:
         raise ConfigError(
@@ -153,7 +162,7 @@ def decide(
     smallest: dict[str, int] | None = None
     for layout in _layouts(source, model, wishes):
         scratch = _scratch_nbytes(layout)
-        reserves = _reserves(source, model, shape, layout, scratch, wishes, io_nbytes, limits)
+        reserves = _reserves(source, model, shape, layout, scratch, wishes, io_nbytes, limits, is_remote)
         specs = layout.specs()
         trace = layout.trace("decode", rates.compute_s(layout, 1))
         try:
@@ -169,7 +178,7 @@ def decide(
                 specs=specs,
                 trace=trace,
                 plan=plan,
-                prefill=predict(simulate(plan, specs, prefill_trace, links), prefill_trace, links),
+                prefill=predict(simulate(plan, specs, prefill_trace, links, with_spans=False), prefill_trace, links),
                 limits=limits,
                 reserves=reserves,
                 scratch_nbytes=scratch,
@@ -220,6 +229,7 @@ def _reserves(
     wishes: Wishes,
     io_nbytes: int,
     limits: MemoryLimits,
+    is_remote: bool,
 ) -> Reserves:
     first = "gpu" if limits.gpu is not None else "cpu"
     itemsize = source.dtype.itemsize
@@ -232,6 +242,9 @@ def _reserves(
     reserves.add(first, "activations", shape.activation_nbytes(num_tokens, wishes.context, itemsize))
     reserves.add(first, "dequantisation", scratch_nbytes)
     reserves.add("cpu", "i/o bounce buffers", io_nbytes)
+    reserves.add("cpu", "placeholder", BLOCK_NBYTES)
+    if is_remote:
+        reserves.add("cpu", "small weights on their way", 2 * small)
     reserves.add("cpu", "embedding rows", ROWS_NBYTES)
     return reserves
 

@@ -16,11 +16,11 @@ from hetero.cpu_kernels.dequantize import dequantize_rows
 from hetero.cpu_kernels.formats import format_for
 from hetero.io.engine import Engine, File, Request
 from hetero.io.errors import IOEngineError
+from hetero.io.operation import finish
 from hetero.layout import Layout, Weight
 from hetero.memory.device import ArenaLike
 from hetero.memory.executor import Executor
 from hetero.memory.pipeline import InterruptedPassError
-from hetero.memory.transfer import finish
 
 
 class TableRows:

@@ -21,7 +21,7 @@ from hetero.io.engine import EngineStats
 from hetero.io.errors import CheckpointError, ConfigError, HeteroError
 from hetero.memory.device import Device
 from hetero.memory.schedule import runs_of
-from hetero.memory.trace import Recorder
+from hetero.memory.trace import NUM_PASSES_KEPT, Recorder
 from hetero.planning import PlanReport
 from hetero.report.progress import Progress, ProgressCallback
 from hetero.report.stats import RunStats, Traffic
@@ -56,6 +56,7 @@ class Run:
         self._guard: Guard | None = None
         self._pass_lock = threading.Lock()
         self._pass_thread: int | None = None
+        self._phase = ""
         self._is_closed = False
         try:
             self._build()
@@ -108,6 +109,8 @@ class Run:
         self._check_files()
         ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs_embeds"))
         num_tokens = ids.shape[1] if isinstance(ids, Tensor) and ids.dim() > 1 else 1
+        batch = ids.shape[0] if isinstance(ids, Tensor) and ids.dim() > 1 else 1
+        self._check_size(batch, num_tokens, kwargs.get("cache", kwargs.get("past_key_values")))
         self._phase = "decode" if num_tokens == 1 else "prefill"
         self.recorder.begin(self._phase)
         self.traffic.begin(self._phase, num_tokens, self._totals())
@@ -122,10 +125,27 @@ class Run:
         self._check_files()  # what was read while a file changed is no answer
         self.traffic.end(self._totals())
         if self.recorder.end():
-            trace = self.recorder.trace(self._phase)
-            assert trace is not None
             streamed = set(self.decision.plan.schedule)
-            self.executor.follow(runs_of([moment.chunk_ids for moment in trace.moments], streamed))
+            self.executor.follow(runs_of(self.recorder.order(self._phase), streamed))
+        if self._phase == "decode" and self.recorder.num_passes("decode") == NUM_PASSES_KEPT:
+            trace = self.recorder.trace("decode")
+            assert trace is not None
+            self.decision.measured(trace)
+
+    def _check_size(self, batch: int, num_tokens: int, cache: Any) -> None:
+        """Refuse a forward that would hold more than was reserved for keys, values and activations."""
+        length = num_tokens + (cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0)
+        context, piece = self.decision.context, self.decision.prefill_tokens
+        if batch * length > context:
+            raise ConfigError(
+                f"this forward holds {batch} x {length} tokens, but memory is reserved for context={context}; load "
+                f"with context={batch * length} or more"
+            )
+        if batch * num_tokens > piece:
+            raise ConfigError(
+                f"this forward computes {batch} x {num_tokens} tokens at once, but memory is reserved for "
+                f"prefill_tokens={piece}; give them in pieces, or load with prefill_tokens={batch * num_tokens}"
+            )
 
     def _enter_pass(self) -> None:
         """Let one thread at a time in. A pass that this very thread has not ended was interrupted, and is cleaned up:
@@ -227,14 +247,18 @@ class Run:
         """Stop transfers, release the weights, close files and devices. Blocks for what is in flight. Idempotent."""
         if self._is_closed:
             return
+        if self._pass_thread not in (None, threading.get_ident()):
+            raise HeteroError("another thread is in the middle of a forward of this model: wait for it, then close")
         self._is_closed = True
-        self._assembly.remove()
-        if self._guard is not None:
-            self._guard.remove()
-        self.model.to_empty(device="meta")
-        self.model.register_forward_pre_hook(_refuse_closed)
-        self._stack.close()
-        self._finalizer.detach()
+        try:
+            self._assembly.remove()
+            if self._guard is not None:
+                self._guard.remove()
+            self.model.to_empty(device="meta")
+            self.model.register_forward_pre_hook(_refuse_closed)
+        finally:
+            self._stack.close()
+            self._finalizer.detach()
 
     def __enter__(self) -> Self:
         return self

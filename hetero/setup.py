@@ -66,6 +66,7 @@ class Setup:
                 wishes=wishes,
                 io_nbytes=self.engine.bounce_nbytes,
                 device_name=self.device.name,
+                is_remote=self.device.torch_device.type != "cpu",
             )
         except BaseException:
             self.stack.close()
@@ -83,7 +84,13 @@ class Setup:
         if self.device.has_gpu_tier:
             free, total = self.device.memory_info()
             gpu = TierInfo(total_nbytes=total, available_nbytes=free, limit_source=self.device.name)
-        return resolve_budgets(gpu_memory, cpu_memory, gpu=gpu)
+        limits = resolve_budgets(gpu_memory, cpu_memory, gpu=gpu)
+        if gpu is not None and limits.gpu is None:
+            raise ConfigError(
+                f"gpu_memory={gpu_memory!r} leaves nothing of {self.device.name} to use: give it some, or choose "
+                'device="cpu"'
+            )
+        return limits
 
     def _open_files(self) -> dict[Path, File]:
         layout = build_layout(self.source, self.model, 1 << 62)
@@ -96,10 +103,12 @@ class Setup:
         disk = disk_bytes_per_s or measure_disk(self.engine, self.files, room_nbytes=room_nbytes)
         if not self.device.has_gpu_tier:
             return Links(disk)
+        assert self.limits.gpu is not None
         known = self.device.link_info()
         return Links(
             disk,
-            known.bandwidth_bytes_per_s or measure_link(self.device, room_nbytes=room_nbytes),
+            known.bandwidth_bytes_per_s
+            or measure_link(self.device, room_nbytes=min(room_nbytes, self.limits.gpu.nbytes)),
             gpu_latency_s=known.latency_s or 0.0,
         )
 

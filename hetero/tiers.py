@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hetero.io.arena import Arena
 from hetero.io.engine import Engine, File, Request
+from hetero.io.operation import finish
 from hetero.materialize import small_tensor
 from hetero.memory.budget import Ledger
 from hetero.memory.chunk import Chunk
@@ -19,7 +20,6 @@ from hetero.memory.executor import Executor
 from hetero.memory.loader import ResidentLoader
 from hetero.memory.ring import Ring
 from hetero.memory.schedule import runs_of
-from hetero.memory.transfer import finish
 from hetero.planning import Decision
 from hetero.report.progress import Progress, ProgressCallback
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,7 @@ from hetero.io.arena import PAGE_NBYTES, Arena, round_up
 from hetero.io.checkpoint import CheckpointIndex, TensorInfo
 from hetero.io.engine import Engine, Request
 from hetero.io.errors import CheckpointError
+from hetero.io.operation import finish, give_up
 
 _EXTENT_NBYTES = 64 << 20
 """An arena is filled by the disk while the next one is being touched; a larger tensor has an arena of its own."""
@@ -45,12 +46,11 @@ def load_arrays(
             futures += engine.submit([Request(files[extent[0].path], start, arena.nbytes, arena.address)])
             for tensor in extent:
                 arrays[tensor.name] = arena.array[tensor.offset - start :][: tensor.nbytes]
-        for future in futures:
-            future.result()
+        finish(futures)
+    except BaseException:
+        give_up(futures)  # the arenas must outlive the transfers
+        raise
     finally:
-        for future in futures:
-            future.cancel()
-        wait(futures)  # also after an error: the arenas must outlive the transfers
         for file in files.values():
             file.close()
     return arrays

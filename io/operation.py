@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from dataclasses import dataclass
 
 from hetero.io.arena import PAGE_NBYTES
@@ -77,3 +78,29 @@ def resolve(operations: Sequence[Operation]) -> None:
             operation.future.set_exception(operation.error)
         else:
             operation.future.set_result(operation.transferred_nbytes)
+
+
+def finish(futures: Sequence[Future[int]]) -> None:
+    """Wait for every request, then raise the first error. Also when the wait itself is interrupted nothing is in
+    flight afterwards: the caller may give the memory up."""
+    try:
+        _settle(futures)
+    except BaseException:
+        give_up(futures)
+        raise
+    for future in futures:
+        future.result()
+
+
+def give_up(futures: Sequence[Future[int]]) -> None:
+    """Cancel what has not started and wait for what has: nothing is in flight afterwards."""
+    for future in futures:
+        future.cancel()
+    _settle(futures)
+
+
+def _settle(futures: Sequence[Future[int]]) -> None:
+    # Not concurrent.futures.wait: it holds the locks of all futures, and keeps them when it is interrupted there.
+    for future in futures:
+        with suppress(CancelledError):
+            future.exception()

@@ -171,6 +171,10 @@ class _DeviceArena:
     def keeper(self) -> object:
         return self._arena.keeper if self._arena is not None else None
 
+    @property
+    def huge_nbytes(self) -> int:
+        return self._arena.huge_nbytes if self._arena is not None else 0
+
     def close(self) -> None:
         if self._arena is not None:
             self._on_close(self)

@@ -226,8 +226,7 @@ class Pipeline:
         space = self._first.allocate(chunk.nbytes)
         if space is None:
             return False
-        for fence in space.fences:
-            fence.synchronize()
+        assert not space.fences, "the CPU computes before it releases"
         entry = Residency(chunk, space, index, run.num_uses)
         self._live[run.chunk_id] = entry
         self._advance(index)
@@ -238,7 +237,7 @@ class Pipeline:
         return True
 
     def _read_done(self, entry: Residency, start_s: float, error: BaseException | None) -> None:
-        with self._changed:
+        with self._completion():
             self._num_in_flight -= 1
             self._span("disk", entry.chunk.name, start_s)
             entry.filled(error)
@@ -246,7 +245,6 @@ class Pipeline:
             if entry.is_abandoned:
                 entry.retire()
                 self._dead.append(entry)
-            self._pump_from_callback()
 
     def _start_staging(self) -> bool:
         """Disk -> cpu ring, on the way to the gpu."""
@@ -271,8 +269,7 @@ class Pipeline:
         space = self._staging.allocate(chunk.nbytes)
         if space is None:
             return False
-        for fence in space.fences:
-            fence.synchronize()
+        assert not space.fences, "staging is given back when the copy from it is done"
         staged = self._staged[index] = Staged(chunk, index, space)
         if index >= 0:
             self._next_read = index + 1
@@ -290,7 +287,7 @@ class Pipeline:
         return min(copies, key=lambda staged: staged.index, default=None)
 
     def _staged_done(self, staged: Staged, start_s: float, error: BaseException | None) -> None:
-        with self._changed:
+        with self._completion():
             self._num_in_flight -= 1
             self._span("disk", staged.chunk.name, start_s)
             staged.is_read = True
@@ -298,7 +295,6 @@ class Pipeline:
             self._refuse_if_stuck(error)
             if self._staged.get(staged.index) is not staged:  # abandoned meanwhile
                 self._free_staging(staged.space)
-            self._pump_from_callback()
 
     def _start_copy(self) -> bool:
         """Cpu -> gpu ring, in order."""
@@ -334,7 +330,7 @@ class Pipeline:
         return True
 
     def _copy_done(self, entry: Residency, staged: Staged | None, start_s: float, error: BaseException | None) -> None:
-        with self._changed:
+        with self._completion():
             self._num_in_flight -= 1
             self._span("gpu link", entry.chunk.name, start_s)
             if staged is not None:
@@ -343,7 +339,6 @@ class Pipeline:
                 self._broken = error
             if entry.state is State.FILLING:
                 entry.filled(error)
-            self._pump_from_callback()
 
     def _refuse_if_stuck(self, error: BaseException | None) -> None:
         """After a timeout the kernel may write to the slot at any later time: nothing may be put there again."""
@@ -384,14 +379,20 @@ class Pipeline:
         del self._staged[staged.index]
         self._free_staging(staged.space)
 
-    def _pump_from_callback(self) -> None:
-        if not self._is_closed and self._broken is None and self._operator != threading.get_ident():
+    @contextmanager
+    def _completion(self) -> Iterator[None]:
+        """What a thread of the engine or the device does when a transfer has ended: note it, start what fits now, and
+        wake whoever waits. Whatever goes wrong surfaces at the next lease, on the model's thread."""
+        with self._changed:
             try:
-                with self._operation():
-                    self._pump()
-            except BaseException as error:  # surfaces at the next lease, on the model's thread
-                self._broken = error
-        self._changed.notify_all()
+                yield
+                if not self._is_closed and self._broken is None and self._operator != threading.get_ident():
+                    with self._operation():
+                        self._pump()
+            except BaseException as error:
+                self._broken = self._broken or error
+            finally:
+                self._changed.notify_all()
 
     def _span(self, lane: str, name: str, start_s: float) -> None:
         if self.spans is not None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import insort
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from hetero.memory.device import Event
+if TYPE_CHECKING:
+    from hetero.memory.device import Event
 
 
 class Space(NamedTuple):

@@ -51,7 +51,7 @@ def runs_of(moments: Iterable[Sequence[int]], streamed: Collection[int]) -> list
     for chunk_ids in moments:
         current: dict[int, list[int]] = {}
         for chunk_id in chunk_ids:
-            if chunk_id not in streamed:
+            if chunk_id not in streamed or chunk_id in current:
                 continue
             run = previous.get(chunk_id)
             if run is None:

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from time import perf_counter
 
 from hetero.memory.plan_types import Moment, Trace
 
-NUM_PASSES_RECORDED = 3
+NUM_PASSES_KEPT = 3
+
+_Pass = list[tuple[str, tuple[int, ...], float, float]]
 
 
 class Recorder:
-    """Records the first passes of each phase. A pass that is recorded costs two clock readings per moment.
+    """Records every pass, and keeps the last three of each phase. It costs two clock readings per moment.
 
     A moment computes from the grant of its lease to the next request (or the end of the pass), so waiting for chunks is
-    not in it. `settle` is called at both ends where compute is asynchronous; it must block until the compute is done.
+    not in it. `settle` is called at both ends where compute is asynchronous, in the first three passes of a phase only,
+    because it blocks until the compute is done; the clocks of later passes are not used then.
     """
 
     def __init__(self, settle: Callable[[], None] | None = None) -> None:
         self._settle = settle
-        self._passes: dict[str, list[list[tuple[str, tuple[int, ...], float, float]]]] = {}
-        self._current: list[tuple[str, tuple[int, ...], float, float]] | None = None
+        self._passes: dict[str, deque[_Pass]] = {}
+        self._num_passes: dict[str, int] = {}
+        self._orders: dict[str, list[tuple[int, ...]]] = {}
+        self._current: _Pass | None = None
         self._phase = ""
         self._open: tuple[str, tuple[int, ...], float] | None = None
 
     def begin(self, phase: str) -> None:
         self._phase = phase
-        passes = self._passes.setdefault(phase, [])
-        self._current = [] if len(passes) < NUM_PASSES_RECORDED else None
+        self._current = []
         self._open = None
 
     def request(self) -> None:
@@ -44,20 +49,32 @@ class Recorder:
             self._open = (name, chunk_ids, self._now())
 
     def end(self) -> bool:
-        """End the pass; True when it was recorded."""
+        """End the pass; True when it used chunks in another order than the phase's last pass, or is its first."""
         if self._current is None:
             return False
         self.request()
-        self._passes[self._phase].append(self._current)
+        count = self._num_passes[self._phase] = self.num_passes(self._phase) + 1
+        if self._settle is None or count <= NUM_PASSES_KEPT:
+            self._passes.setdefault(self._phase, deque(maxlen=NUM_PASSES_KEPT)).append(self._current)
+        order = [moment[1] for moment in self._current]
+        is_new = order != self._orders.get(self._phase)
+        self._orders[self._phase] = order
         self._current = None
-        return True
+        return is_new
 
     def abort(self) -> None:
         """The pass raised: forget it."""
         self._current = self._open = None
 
+    def num_passes(self, phase: str) -> int:
+        return self._num_passes.get(phase, 0)
+
+    def order(self, phase: str) -> list[tuple[int, ...]]:
+        """The chunks of each moment of the phase's last pass."""
+        return self._orders[phase]
+
     def trace(self, phase: str) -> Trace | None:
-        """The last recorded pass's order with, per moment, the least compute time over recorded passes like it."""
+        """The last kept pass's order with, per moment, the least compute time over kept passes like it."""
         passes = self._passes.get(phase)
         if not passes:
             return None
@@ -70,6 +87,6 @@ class Recorder:
         return Trace(phase, tuple(moments))
 
     def _now(self) -> float:
-        if self._settle is not None:
+        if self._settle is not None and self.num_passes(self._phase) < NUM_PASSES_KEPT:
             self._settle()
         return perf_counter()

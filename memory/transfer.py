@@ -3,36 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
-from contextlib import suppress
 from pathlib import Path
 
 from hetero.io.engine import Engine, File, Request
 from hetero.memory.chunk import Chunk
 
 Done = Callable[[BaseException | None], None]
-
-
-def finish(futures: Sequence[Future[int]]) -> None:
-    """Wait for every request, then raise the first error. Also when the wait itself is interrupted nothing is in
-    flight afterwards: the caller may give the memory up."""
-    try:
-        _settle(futures)
-    except BaseException:
-        for future in futures:
-            future.cancel()
-        _settle(futures)
-        raise
-    for future in futures:
-        future.result()
-
-
-def _settle(futures: Sequence[Future[int]]) -> None:
-    # Not concurrent.futures.wait: it holds the locks of all futures, and keeps them when it is interrupted there.
-    for future in futures:
-        with suppress(CancelledError):
-            future.exception()
 
 
 class ChunkRead:

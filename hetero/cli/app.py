@@ -118,7 +118,7 @@ def generate(
     if as_json:
         _print_json({**asdict(answer), "stats": stats, "plan": plan_dict})
     else:
-        render.error_console().print(render.stats_line(stats), style="dim", highlight=False)
+        render.error_console().print(render.stats_line(stats), style="dim", highlight=False, soft_wrap=True)
 
 
 @app.command()

@@ -36,7 +36,9 @@ CpuMemory = Annotated[
 ]
 Disk = Annotated[
     Path | None,
-    option("--disk", metavar="DIR", help="Folder for scratch data, on a fast disk.", rich_help_panel=_MEMORY),
+    option(
+        "--disk", metavar="DIR", help="Folder for data that changes; answering writes none.", rich_help_panel=_MEMORY
+    ),
 ]
 Device = Annotated[
     DeviceName,

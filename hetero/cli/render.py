@@ -60,7 +60,8 @@ def _scaled(value: float, step: int, units: tuple[str, ...]) -> str:
 
 
 def stats_line(stats: StatsDict) -> str:
-    """Say in one line how fast a run was, each link beside its limit, and the peak of each tier beside its budget."""
+    """Say in one line how fast a run was, each link beside its limit, a pass beside its bound, how much memory sits on
+    huge pages, and the peak of each tier beside its budget."""
     parts = [
         f"{stats['prompt_tokens']} prompt tokens at {stats['prompt_tokens_per_s']:.1f}/s",
         f"{stats['generation_tokens']} generation tokens at {stats['generation_tokens_per_s']:.1f}/s",
@@ -69,6 +70,11 @@ def stats_line(stats: StatsDict) -> str:
         limit = link["limit_bytes_per_s"]
         of_limit = f" of {format_rate(limit)}" if limit else ""
         parts.append(f"{name} {format_rate(link['bytes_per_s'] or 0)}{of_limit}")
+    if stats["pass_s"]:
+        bound = f"{stats['bound_s'] * 1e3:.0f} ms of {stats['bottleneck']} at least"
+        parts.append(f"a pass took {stats['pass_s'] * 1e3:.0f} ms, {bound}")
+    huge, arenas = format_nbytes(stats["huge_page_nbytes"]), format_nbytes(stats["arena_nbytes"])
+    parts.append(f"{huge} of {arenas} on huge pages")
     peaks = [
         f"{name} {format_nbytes(tier['peak_nbytes'])} of {format_nbytes(tier['limit_nbytes'])}"
         for name, tier in stats["tiers"].items()

@@ -66,7 +66,8 @@ class TierStats(TypedDict):
 
 
 class StatsDict(TypedDict):
-    """What a run did. `baseline_nbytes` is the RAM of the interpreter and its libraries, measured before any weight."""
+    """What a run did. `baseline_nbytes` is the RAM of the interpreter and its libraries, measured before any weight;
+    `huge_page_nbytes` of the `arena_nbytes` sit on huge pages, which a disk fills faster."""
 
     prompt_tokens: int
     prompt_tokens_per_s: float
@@ -80,5 +81,7 @@ class StatsDict(TypedDict):
     links: dict[str, LinkStats]
     tiers: dict[str, TierStats]
     baseline_nbytes: int
+    arena_nbytes: int
+    huge_page_nbytes: int
     executor: dict[str, Any]
     io: dict[str, Any]

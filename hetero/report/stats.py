@@ -100,6 +100,8 @@ class RunStats:
     links: dict[str, LinkStats]
     tiers: dict[str, TierStats]
     baseline_nbytes: int
+    arena_nbytes: int
+    huge_page_nbytes: int
     executor: dict[str, Any] = field(default_factory=dict)
     io: dict[str, Any] = field(default_factory=dict)
 
@@ -133,6 +135,8 @@ class RunStats:
                 for tier in run.ledger.tiers()
             },
             baseline_nbytes=sum(run.ledger.notes().values()),
+            arena_nbytes=sum(arena.nbytes for arena in run.arenas.values()),
+            huge_page_nbytes=sum(getattr(arena, "huge_nbytes", 0) for arena in run.arenas.values()),
             executor=asdict(run.executor.stats),
             io={"backend": engine.backend, "cpu_s": engine.cpu_s, "read_nbytes": engine.read_nbytes,
                 "written_nbytes": engine.written_nbytes},

@@ -27,7 +27,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 WISHES: dict[str, dict[str, int]] = {
     "short": {"context": 16, "chunk_nbytes": 32 << 10},
     "long": {"context": 256, "chunk_nbytes": 256 << 10},
-    "pieces": {"context": 200, "prefill_tokens": 1, "chunk_nbytes": 4096},
+    "pieces": {"context": 200, "prefill_tokens": 13, "chunk_nbytes": 4096},
     "free": {"context": 100},
 }
 

@@ -35,6 +35,8 @@ STATS: StatsDict = {
         "cpu": {"used_nbytes": 1, "peak_nbytes": 47 << 20, "limit_nbytes": 48 << 20, "holders": {}},
     },
     "baseline_nbytes": 400 << 20,
+    "arena_nbytes": 72 << 20,
+    "huge_page_nbytes": 70 << 20,
     "executor": {},
     "io": {},
 }
