@@ -114,8 +114,8 @@ def test_an_interrupt_inside_the_bookkeeping_is_admitted_and_closes(
     run.close()
 
 
-# Python prints and forgets an interrupt that lands in a finalizer or in a callback of the garbage collector (coverage and
-# property-testing tools install some); the run must be right all the same, and that is what is asserted.
+# Python prints and forgets an interrupt that lands in a finalizer or in a callback of the garbage collector (test tools
+# install some); the run must be right all the same, and that is what is asserted.
 @pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("device", DEVICES)
 def test_interrupts_at_random_moments_never_hang_and_never_lie(
