@@ -19,6 +19,8 @@ SMALL_NBYTES = (4096, 1 << 20)
 """Limits of what always stays resident besides vectors: a 16384th of the model, within these bounds."""
 ROW_READ_NBYTES = 8192
 """What one row of a lookup table costs the disk: two pages, if it straddles them."""
+LEASE_S = 1e-4
+"""What a moment costs beside its arithmetic (hooks, lease, a further call of a kernel): small chunks are not free."""
 ADDRESS_ALIGNMENT_NBYTES = 64
 
 
@@ -83,8 +85,8 @@ class Layout:
         ]
 
     def trace(self, phase: str, compute_s: dict[int, float]) -> Trace:
-        """The order that module registration promises, with estimated seconds per chunk."""
-        moments = (Moment(name, ids, sum(compute_s[i] for i in ids)) for name, ids in self.moments)
+        """The order that module registration promises, with estimated seconds of compute per chunk."""
+        moments = (Moment(name, ids, LEASE_S + sum(compute_s[i] for i in ids)) for name, ids in self.moments)
         return Trace(phase, tuple(moments))
 
     @property
