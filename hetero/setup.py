@@ -18,6 +18,7 @@ from hetero.measure import measure_compute, measure_disk, trim_heap
 from hetero.memory.budget import MemoryLimits, TierInfo, parse_size, resolve_budgets
 from hetero.memory.device import Device, open_device
 from hetero.memory.plan_types import Links
+from hetero.native import report_missing_once
 from hetero.planning import Wishes, decide, formats_of
 from hetero.sources import Source, open_source
 
@@ -43,6 +44,7 @@ class Setup:
     ) -> None:
         if disk is not None and not Path(disk).is_dir():
             raise ConfigError(f"disk={os.fspath(disk)!r} is not a folder: create it first")
+        report_missing_once()
         self.stack = ExitStack()
         try:
             self.source = open_source(path_or_id, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
