@@ -142,6 +142,18 @@ class Executor(Pipeline):
             # Completions start what fits next under the lock, so nothing in flight means nothing to come.
             self._changed.wait_for(lambda: self._num_in_flight == 0)
 
+    def ahead(self) -> tuple[int, int]:
+        """Bytes that were read from disk, and copied to the gpu tier, for moments still to come.
+
+        What a pass needs is exact; what lies ahead when it ends is not, because the gaps of a ring depend on timing.
+        """
+        with self._operation():
+            waiting = [entry.chunk for entry in self._live.values() if entry.uses == entry.leases == 0]
+            read = [chunk for chunk in waiting if chunk.chunk_id not in self._host]
+            read += [staged.chunk for staged in self._staged.values()]
+            copied = sum(chunk.nbytes for chunk in waiting) if self._staging is not None else 0
+            return sum(chunk.read_nbytes for chunk in read), copied
+
     # -- taking -------------------------------------------------------------------------------------------------------
 
     def _take_all(self, chunk_ids: Sequence[int], taken: list[Residency]) -> None:

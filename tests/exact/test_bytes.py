@@ -119,9 +119,11 @@ def options(budgets: dict[str, int]) -> dict[str, Any]:
 
 
 def settle(run: Run) -> tuple[int, int]:
-    """Wait until what is read ahead fills its rings; returns useful bytes read, and bytes copied, so far."""
+    """Wait until nothing is in flight; returns useful bytes read, and bytes copied, so far for what has been used."""
     run.executor.settle()
-    return sum(file.useful_read_nbytes for file in run.engine_stats().files), run.executor.stats.copied_nbytes
+    read_ahead, copied_ahead = run.executor.ahead()
+    read = sum(file.useful_read_nbytes for file in run.engine_stats().files)
+    return read - read_ahead, run.executor.stats.copied_nbytes - copied_ahead
 
 
 def decode_passes(run: Run, num_passes: int) -> Iterator[tuple[int, int]]:
