@@ -43,7 +43,7 @@ def main() -> None:
 
     print(f"\n> {options.prompt}\n{tight['text']}\n")
     report(tight["stats"])
-    allowed_nbytes = tight["stats"]["baseline_nbytes"] + round((GPU_NBYTES + CPU_NBYTES) * RAM_SLACK)
+    allowed_nbytes = round((tight["stats"]["baseline_nbytes"] + GPU_NBYTES + CPU_NBYTES) * RAM_SLACK)
     print(f"process    {mib(peak_ram_nbytes)} at its peak, {mib(allowed_nbytes)} allowed")
     same = free["tokens"] == tight["tokens"]
     print(f"tokens     {'equal to' if same else 'DIFFERENT from'} the ones without budgets")
