@@ -127,7 +127,7 @@ class Run:
         if self.recorder.end():
             streamed = set(self.decision.plan.schedule)
             self.executor.follow(runs_of(self.recorder.order(self._phase), streamed))
-        if self._phase == "decode" and self.recorder.num_passes("decode") == NUM_PASSES_KEPT:
+        if self._phase == "decode" and self.recorder.num_passes("decode") <= NUM_PASSES_KEPT:
             trace = self.recorder.trace("decode")
             assert trace is not None
             self.decision.measured(trace)

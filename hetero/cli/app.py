@@ -89,6 +89,8 @@ def generate(
     """Answer one prompt: the text on stdout, progress and rates on stderr."""
     _prepare(verbose, log_level, offline)
     text = _prompt_text(prompt)
+    if timeline is not None and not timeline.absolute().parent.is_dir():
+        raise ConfigError(f"--timeline {timeline}: its folder does not exist; create it first")
     import hetero
     from hetero.cli import progress, render
 

@@ -27,6 +27,8 @@ def locate(path_or_id: str | os.PathLike[str], *, revision: str | None, trust_re
     if text and path.exists():  # Path("") is the current folder
         return path
     gguf = _GGUF_ID.fullmatch(text)
+    if path.suffix in (".gguf", ".safetensors") and not gguf:
+        raise ConfigError(f"the file {text!r} does not exist (looked for it in {Path.cwd()})")
     if path.is_absolute() or not (gguf or _ID.fullmatch(text)):
         raise ConfigError(f"{text!r} does not exist, and is not a hub id (owner/name) either")
     try:
