@@ -30,6 +30,7 @@ from hetero.io.backends.base import Backend, Block, Completion
 from hetero.io.backends.probe import BackendName, make_backend, num_lanes_for, requested_backend
 from hetero.io.errors import ConfigError, HeteroError, IOEngineError
 from hetero.io.file import File
+from hetero.io.interrupts import Condition
 from hetero.io.operation import IOFuture, Operation, judge_short, resolve
 from hetero.io.request import Request, split_request
 from hetero.io.stats import EngineStats, FileCounters, FileStats
@@ -80,7 +81,7 @@ class Engine:
 
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._idle = threading.Condition(self._lock)  # the collector notifies when no operation is left
+        self._idle = Condition(self._lock)  # the collector notifies when no operation is left
         self._close_lock = threading.Lock()
         self._closing = False
         self._closed = False

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from hetero.io.arena import PAGE_NBYTES
 from hetero.io.errors import IOEngineError
+from hetero.io.interrupts import Condition
 from hetero.io.request import Request
 
 
@@ -18,6 +19,7 @@ class IOFuture(Future[int]):
 
     def __init__(self, withdraw: Callable[[int], bool], first_id: int) -> None:
         super().__init__()
+        self._condition = Condition()  # theirs could stay locked after an interrupt, and the collector wait for ever
         self._withdraw = withdraw
         self._first_id = first_id
 

@@ -19,6 +19,7 @@ import torch
 
 from hetero.io.arena import PAGE_NBYTES, Arena, round_up
 from hetero.io.errors import ConfigError, OutOfMemoryError
+from hetero.io.interrupts import Latch
 from hetero.memory.device import POISON, ArenaLike, Event, LinkInfo, Range
 from hetero.memory.races import RaceDetector
 from hetero.memory.sizes import format_size
@@ -57,10 +58,10 @@ class CopyEvent:
         self.clock = {queue: number}
         self.passes_at_s = 0.0
         self.error: BaseException | None = None
-        self._done = threading.Event()
+        self._done = Latch()
 
     def query(self) -> bool:
-        return self._done.is_set()
+        return self._done.is_open
 
     def wait(self) -> None:
         self._done.wait()
@@ -72,7 +73,7 @@ class CopyEvent:
 
     def set(self, passes_at_s: float, error: BaseException | None) -> None:
         self.passes_at_s, self.error = passes_at_s, error
-        self._done.set()
+        self._done.open()
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ class Executor(Pipeline):
         (IOEngineError), or OutOfMemoryError when the ring cannot hold the moment; no lease is open then.
         """
         start = perf_counter()
-        with self._operation():
+        with self._lock, self._operation():
             self._check()
             self.stats.num_leases += 1
             self._is_started = True
@@ -52,7 +52,7 @@ class Executor(Pipeline):
                     # Outside the lock: the copy's completion callback needs it.
                     self._device.wait(entry.ready_event)
         except BaseException:
-            with self._operation():
+            with self._lock, self._operation():
                 self._undo(entries)
             raise
         self.stats.wait_s += perf_counter() - start
@@ -60,7 +60,7 @@ class Executor(Pipeline):
 
     def release(self, chunk_ids: Sequence[int]) -> None:
         """Return the leases of one `acquire`. The caller must have dropped its views of streamed chunks."""
-        with self._operation():
+        with self._lock, self._operation():
             for chunk_id in chunk_ids:
                 entry = self._resident.get(chunk_id) or self._live[chunk_id]
                 entry.leases -= 1
@@ -72,14 +72,14 @@ class Executor(Pipeline):
 
     def take_back(self) -> None:
         """End every lease: the pass that held them was interrupted and will not."""
-        with self._operation():
+        with self._lock, self._operation():
             self._check()
             leased = [entry for entry in [*self._resident.values(), *self._live.values()] if entry.leases]
         for entry in leased:
             if entry.ready_event is not None:
                 # The interrupt may have come before compute was made to wait; outside the lock, as in `acquire`.
                 self._device.wait(entry.ready_event)
-        with self._operation():
+        with self._lock, self._operation():
             for entry in leased:
                 entry.leases, entry.uses = 0, entry.uses + 1
             for entry in self._idle():
@@ -115,7 +115,7 @@ class Executor(Pipeline):
 
     def follow(self, schedule: Sequence[Run]) -> None:
         """Prefetch in this order from now on; what was prefetched for another order is dropped."""
-        with self._operation():
+        with self._lock, self._operation():
             self._check()
             if self._schedule.is_same(schedule):
                 return
@@ -130,14 +130,14 @@ class Executor(Pipeline):
 
     def prefetch(self) -> None:
         """Start filling the ring before the first lease. Does not block."""
-        with self._operation():
+        with self._lock, self._operation():
             self._check()
             self._is_started = True
             self._pump()
 
     def settle(self) -> None:
         """Block until everything that is read ahead has arrived and the rings take no more."""
-        with self._operation():
+        with self._lock, self._operation():
             self._pump()
             # Completions start what fits next under the lock, so nothing in flight means nothing to come.
             self._changed.wait_for(lambda: self._num_in_flight == 0)
@@ -147,7 +147,7 @@ class Executor(Pipeline):
 
         What a pass needs is exact; what lies ahead when it ends is not, because the gaps of a ring depend on timing.
         """
-        with self._operation():
+        with self._lock, self._operation():
             waiting = [entry.chunk for entry in self._live.values() if entry.uses == entry.leases == 0]
             read = [chunk for chunk in waiting if chunk.chunk_id not in self._host]
             read += [staged.chunk for staged in self._staged.values()]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from hetero.io.engine import Engine, File
+from hetero.io.interrupts import Condition
 from hetero.memory.chunk import Chunk
 from hetero.memory.device import Device, Event
 from hetero.memory.ring import Ring
@@ -24,7 +24,7 @@ class ResidentLoader:
 
     def __init__(self, engine: Engine, files: Mapping[Path, File], device: Device) -> None:
         self._engine, self._files, self._device = engine, files, device
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._num_in_flight = 0
         self._loaded_nbytes = 0
         self._reads: list[ChunkRead] = []

@@ -18,13 +18,14 @@ import errno
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from time import perf_counter
 
 from hetero.io.engine import Engine, File
 from hetero.io.errors import HeteroError, IOEngineError
+from hetero.io.interrupts import Condition
 from hetero.memory.chunk import Chunk
 from hetero.memory.device import Device
 from hetero.memory.ring import Ring, Space
@@ -79,7 +80,7 @@ class Pipeline:
         self._keepers = tuple(keepers)
         self._schedule = Schedule(schedule)
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = Condition(self._lock)
         self._dead: deque[Residency] = deque()
         self._resident: dict[int, Residency] = {}
         for chunk_id, address in resident.items():
@@ -111,7 +112,7 @@ class Pipeline:
 
     def close(self) -> None:
         """Stop prefetching and wait until no transfer can still write. Idempotent."""
-        with self._operation():
+        with self._lock, self._operation():
             self._is_closed = True
             # After an interrupt our records cannot be trusted: engine and device, closed next, wait for what they have.
             is_in_order = not isinstance(self._broken, InterruptedPassError)
@@ -132,28 +133,26 @@ class Pipeline:
 
     @contextmanager
     def _operation(self) -> Iterator[None]:
-        """Hold the lock. A completion that fires on this thread meanwhile (a cancelled read) must not start transfers
-        in the middle of what we change; every operation starts them at its end."""
-        with self._lock:  # not the condition, whose __enter__ a KeyboardInterrupt could leave with the lock held
-            outer, self._operator = self._operator, threading.get_ident()
-            try:
-                yield
-            except BaseException as error:
-                if not isinstance(error, Exception) and error is not self._harmless:
-                    self._broken = InterruptedPassError.by(error)
-                raise
-            finally:
-                self._operator = outer
+        """Enter under the lock. A completion that fires on this thread meanwhile (a cancelled read) must not start
+        transfers in the middle of what we change; every operation starts them at its end.
+
+        The lock is the caller's `with`: an interrupt can fall into the entry of a context manager written in Python.
+        """
+        outer, self._operator = self._operator, threading.get_ident()
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Exception) and error is not self._harmless:
+                self._broken = InterruptedPassError.by(error)
+            raise
+        finally:
+            self._operator = outer
 
     def _wait(self) -> None:
         """Wait for a completion. The only place in an operation where an interrupt leaves everything in order."""
         try:
             self._changed.wait()
         except BaseException as error:
-            # The interrupt may have come just after `wait` gave the lock up, before it was ready to take it back.
-            with suppress(RuntimeError):
-                self._lock.release()
-            self._lock.acquire()
             self._harmless = error
             raise
 
@@ -237,7 +236,7 @@ class Pipeline:
         return True
 
     def _read_done(self, entry: Residency, start_s: float, error: BaseException | None) -> None:
-        with self._completion():
+        with self._lock, self._completion():
             self._num_in_flight -= 1
             self._span("disk", entry.chunk.name, start_s)
             entry.filled(error)
@@ -287,7 +286,7 @@ class Pipeline:
         return min(copies, key=lambda staged: staged.index, default=None)
 
     def _staged_done(self, staged: Staged, start_s: float, error: BaseException | None) -> None:
-        with self._completion():
+        with self._lock, self._completion():
             self._num_in_flight -= 1
             self._span("disk", staged.chunk.name, start_s)
             staged.is_read = True
@@ -330,7 +329,7 @@ class Pipeline:
         return True
 
     def _copy_done(self, entry: Residency, staged: Staged | None, start_s: float, error: BaseException | None) -> None:
-        with self._completion():
+        with self._lock, self._completion():
             self._num_in_flight -= 1
             self._span("gpu link", entry.chunk.name, start_s)
             if staged is not None:
@@ -382,17 +381,17 @@ class Pipeline:
     @contextmanager
     def _completion(self) -> Iterator[None]:
         """What a thread of the engine or the device does when a transfer has ended: note it, start what fits now, and
-        wake whoever waits. Whatever goes wrong surfaces at the next lease, on the model's thread."""
-        with self._changed:
-            try:
-                yield
-                if not self._is_closed and self._broken is None and self._operator != threading.get_ident():
-                    with self._operation():
-                        self._pump()
-            except BaseException as error:
-                self._broken = self._broken or error
-            finally:
-                self._changed.notify_all()
+        wake whoever waits. Whatever goes wrong surfaces at the next lease, on the model's thread. Enter under the
+        lock."""
+        try:
+            yield
+            if not self._is_closed and self._broken is None and self._operator != threading.get_ident():
+                with self._operation():
+                    self._pump()
+        except BaseException as error:
+            self._broken = self._broken or error
+        finally:
+            self._changed.notify_all()
 
     def _span(self, lane: str, name: str, start_s: float) -> None:
         if self.spans is not None:

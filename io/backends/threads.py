@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from hetero.io.arena import PAGE_NBYTES
 from hetero.io.backends.base import Block, Completion
+from hetero.io.interrupts import Condition
 
 
 @dataclass(slots=True)
@@ -36,7 +37,7 @@ class ThreadsBackend:
 
     def __init__(self, num_lanes: int, bounce_address: int, slot_nbytes: int) -> None:
         self.num_lanes = num_lanes
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._waiting: list[tuple[int, int, Block]] = []  # a heap
         self._num_left: Counter[int] = Counter()  # by request id: blocks waiting or in flight
         self._finished: deque[Completion] = deque()

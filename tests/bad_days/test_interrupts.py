@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import signal
 import threading
 import time
@@ -18,6 +19,7 @@ from hetero.io.backends.faulty import Fault
 from hetero.memory.pipeline import InterruptedPassError, Pipeline
 from hetero.report.progress import Progress
 from tests.bad_days.rig import DEVICES, Disk, load, logits_of, smallest
+from tests.interrupting import InterruptAt
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "no_memory_left")
 
@@ -84,6 +86,7 @@ def test_a_run_closes_after_an_interrupted_pass(checkpoint: Path, device: str) -
     run.close()
 
 
+NUM_MOMENTS = 150
 BOOKKEEPING = {
     "cpu": ["_start_read", "_count_read", "_advance", "_pump", "_drain", "_retire", "_upcoming"],
     "emulated": ["_start_staging", "_start_copy", "_advance", "_pump", "_drain", "_retire", "_upcoming"],
@@ -137,6 +140,32 @@ def test_interrupts_at_random_moments_never_hang_and_never_lie(
                 gc.collect()  # not in the next round, where a finalizer would swallow the interrupt
     finally:
         run.close()
+
+
+@pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_interrupt_at_any_call_of_a_pass_is_survived_or_admitted(
+    checkpoint: Path, reference: torch.Tensor, device: str
+) -> None:
+    run = load(checkpoint, device)
+    logits_of(run.model)
+    with InterruptAt(0) as counted:
+        logits_of(run.model)
+    moments = random.Random(device).sample(range(1, counted.num_seen), NUM_MOMENTS)
+    for i, number in enumerate(moments):
+        try:
+            with InterruptAt(number):
+                logits_of(run.model)
+        except KeyboardInterrupt:
+            if i % 4 == 0:  # as `with hetero.load(...)` does, all frames of the pass still alive
+                run.close()
+                run = load(checkpoint, device)
+        try:
+            assert torch.equal(logits_of(run.model), reference)
+        except InterruptedPassError:
+            run.close()
+            run = load(checkpoint, device)
+    run.close()
 
 
 @pytest.mark.parametrize("device", DEVICES)

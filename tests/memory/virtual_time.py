@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from hetero.io.engine import Request
+from hetero.io.interrupts import Condition
 from hetero.memory.chunk import Chunk, Segment
 from hetero.memory.device import PassedEvent
 from hetero.memory.executor import Executor
@@ -57,7 +58,7 @@ class World:
         self.now_s = end_s
 
 
-class VirtualCondition(threading.Condition):
+class VirtualCondition(Condition):
     """Waiting is what lets time pass."""
 
     def __init__(self, world: World, lock: threading.RLock) -> None:
