@@ -12,9 +12,20 @@ from types import FrameType
 
 import torch
 
-import hetero
+from hetero.io import interrupts
+from hetero.memory import executor
 
-OURS = (str(Path(hetero.__file__).parent), threading.__file__, contextlib.__file__, str(Path(futures.__file__).parent))
+# An editable install finds hetero.io and hetero.memory beside hetero, not in it.
+OURS = tuple(
+    str(file)
+    for file in (
+        Path(interrupts.__file__ or "").parent,
+        Path(executor.__file__ or "").parent,
+        Path(futures.__file__ or "").parent,
+        threading.__file__,
+        contextlib.__file__,
+    )
+)
 
 
 class InterruptAt:
