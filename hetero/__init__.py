@@ -14,6 +14,8 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())
 _EXPORTS = {
     "load": "hetero.loading",
     "plan": "hetero.loading",
+    "wrap": "hetero.wrapping",
+    "WrappedRun": "hetero.wrapped",
     "Run": "hetero.run",
     "HeteroError": "hetero.io.errors",
     "ConfigError": "hetero.io.errors",

@@ -75,7 +75,7 @@ class Setup:
             raise
 
     def _open_device(self, name: str, gpu_memory: int | str, link: int | str | None, latency_s: float) -> Device:
-        rate = None if link is None else float(_parse_rate(link))
+        rate = None if link is None else float(parse_rate(link))
         capacity = None
         if name == "emulated" and gpu_memory != "auto":
             capacity = parse_size(gpu_memory, name="gpu_memory")
@@ -123,7 +123,7 @@ def _tokenizer_of(source: Source) -> Any:
         return None
 
 
-def _parse_rate(link: int | str) -> int:
+def parse_rate(link: int | str) -> int:
     text = link.strip().removesuffix("/s") if isinstance(link, str) else link
     return parse_size(text, name="link")
 

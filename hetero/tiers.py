@@ -123,7 +123,7 @@ class Tiers:
             first=rings[first],
             staging=rings["cpu"] if first == "gpu" else None,
             resident=places[first],
-            host=places["cpu"] if first == "gpu" else {},
+            host={i: (address, sizes[i]) for i, address in places["cpu"].items()} if first == "gpu" else {},
             schedule=runs_of(moments, set(plan.schedule)),
             keepers=[arenas[first].keeper] if first in arenas else [],
         )

@@ -89,6 +89,9 @@ class Device(Protocol):
         every event in `after`. Both ranges stay the caller's and valid until it ends: then `on_done(error)` runs once,
         on a thread of the device, never inside this call."""
 
+    def adopt(self, where: Range) -> None:
+        """Say that the next copy's device side is memory that torch allocated, which `allocate` knows nothing of."""
+
     def record(self, uses: Sequence[Range] = ()) -> Event:
         """Return an event that passes after everything this thread has given to the compute queue so far. `uses` names
         the ranges that this work may still read; only the emulated device's race detector looks at them."""
@@ -150,6 +153,9 @@ class CpuDevice:
         on_done: Callable[[BaseException | None], None] | None = None,
     ) -> Event:
         raise UnsupportedError("the CPU has no gpu tier to copy to or from; read into the slot itself")
+
+    def adopt(self, where: Range) -> None:
+        return
 
     def record(self, uses: Sequence[Range] = ()) -> Event:
         return PassedEvent()

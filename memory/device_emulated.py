@@ -223,6 +223,7 @@ class EmulatedDevice:
             True: _Link("to device", bandwidth_bytes_per_s, latency_s),
             False: _Link("from device", bandwidth_bytes_per_s, latency_s),
         }
+        self._adopted: Range | None = None
         self._is_closed = False
 
     def allocate(self, nbytes: int, *, name: str) -> ArenaLike:
@@ -261,12 +262,17 @@ class EmulatedDevice:
         with self._lock:
             assert not self._is_closed, "a copy was issued to a closed device"
             device_side = (dst if to_device else src, nbytes)
-            assert self._owns(device_side), f"the copy's device side {device_side} is not inside the device's memory"
+            is_ours = self._owns(device_side) or self._adopted == device_side
+            assert is_ours, f"the copy's device side {device_side} is not inside the device's memory"
+            self._adopted = None
             event = link.new_event()
             if self._races is not None:
                 self._races.copied((dst, nbytes), (src, nbytes), event, after)
             link.issue(_Copy(dst, src, nbytes, tuple(after), event, on_done, time.perf_counter()))
         return event
+
+    def adopt(self, where: Range) -> None:
+        self._adopted = where
 
     def record(self, uses: Sequence[Range] = ()) -> Event:
         with self._lock:

@@ -12,6 +12,7 @@ import torch
 
 from hetero.io.errors import OutOfMemoryError
 from hetero.memory.chunk import Chunk
+from hetero.memory.device import Range
 from hetero.memory.pipeline import URGENT, Pipeline
 from hetero.memory.residency import alias
 from hetero.memory.ring import Ring
@@ -109,7 +110,8 @@ class Executor(Pipeline):
 
     def host_address(self, chunk_id: int) -> int | None:
         """Where the cpu tier, behind a gpu tier, holds the chunk for the whole run; None when it does not."""
-        return self._host.get(chunk_id)
+        where = self._host.get(chunk_id)
+        return where[0] if where is not None else None
 
     # -- schedule -----------------------------------------------------------------------------------------------------
 
@@ -127,6 +129,44 @@ class Executor(Pipeline):
             # Entries that stay are leased: they are older than anything of the new order.
             self._next = self._next_read = self._schedule.first_index_after(self._next)
             self._pump()
+
+    def restart(self, schedule: Sequence[Run]) -> None:
+        """Drop whatever was read ahead, and prefetch in this order from its start; with an empty one, stop prefetching.
+
+        For weights that can change: between passes their homes are the only copies.
+        """
+        with self._lock, self._operation():
+            self._check()
+            for entry in self._idle():
+                self._abandon(entry)
+            for staged in list(self._staged.values()):
+                self._abandon_staged(staged)
+            self._schedule = Schedule(schedule)
+            self._next = self._next_read = self._schedule.first_index_after(self._next)
+            self._is_started = bool(schedule)
+            self._drain()
+            self._pump()
+
+    def drop(self, chunk_id: int) -> bool:
+        """Forget copies of a chunk whose home has changed. False: one is leased, so it had to stay."""
+        with self._lock, self._operation():
+            entry = self._live.get(chunk_id)
+            if entry is not None and entry.leases:
+                return False
+            if entry is not None:
+                self._abandon(entry)
+            for staged in [staged for staged in self._staged.values() if staged.chunk.chunk_id == chunk_id]:
+                self._abandon_staged(staged)
+            self._drain()
+            return True
+
+    def set_host(self, chunk_id: int, where: Range | None) -> None:
+        """Say that the chunk's home is now these bytes of the cpu tier, or (None) its extent of the file."""
+        with self._lock, self._operation():
+            if where is None:
+                self._host.pop(chunk_id, None)
+            else:
+                self._host[chunk_id] = where
 
     def prefetch(self) -> None:
         """Start filling the ring before the first lease. Does not block."""

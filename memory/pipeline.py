@@ -17,7 +17,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableSequence, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from hetero.io.engine import Engine, File
 from hetero.io.errors import HeteroError, IOEngineError
 from hetero.io.interrupts import Condition
 from hetero.memory.chunk import Chunk
-from hetero.memory.device import Device
+from hetero.memory.device import Device, Range
 from hetero.memory.ring import Ring, Space
 from hetero.memory.schedule import Run, Schedule
 from hetero.memory.states import ExecutorStats, Residency, Staged, State
@@ -52,8 +52,8 @@ class Pipeline:
     """Moves streamed chunks through the rings in the order of the schedule, as far ahead as there is space.
 
     It owns no memory and no thread: `first` and `staging` are address ranges of arenas that outlive it, the engine and
-    the device are the caller's. `resident` and `host` say where static residents lie (chunk id -> address); their bytes
-    must have been loaded before the first lease. Aliases hold `keepers` (those of the arenas), so that a view that
+    the device are the caller's. `resident` and `host` say where static residents lie (chunk id -> address, and for
+    `host` how many bytes of it to copy); their bytes must have been loaded before the first lease. Aliases hold `keepers` (those of the arenas), so that a view that
     somebody keeps never dangles. `close` ends prefetching and waits for what is in flight.
     """
 
@@ -67,12 +67,12 @@ class Pipeline:
         first: Ring,
         staging: Ring | None,
         resident: Mapping[int, int],
-        host: Mapping[int, int],
+        host: Mapping[int, Range],
         schedule: Sequence[Run],
         keepers: Sequence[object] = (),
     ) -> None:
         self.stats = ExecutorStats()
-        self.spans: list[tuple[str, str, float, float]] | None = None
+        self.spans: MutableSequence[tuple[str, str, float, float]] | None = None
         self._chunks = {chunk.chunk_id: chunk for chunk in chunks}
         self._device, self._engine, self._files = device, engine, files
         self._first, self._staging = first, staging
@@ -307,7 +307,7 @@ class Pipeline:
             staged = self._staged_copy_of(run.chunk_id)
             if staged is None or not staged.is_read or staged.error is not None:
                 return False
-            source = staged.space.address
+            source = staged.space.address, chunk.nbytes
         space = self._first.allocate(chunk.nbytes)
         if space is None:
             return False
@@ -317,11 +317,10 @@ class Pipeline:
         self._advance(index)
         self._num_in_flight += 1
         self.stats.num_copies += 1
-        self.stats.copied_nbytes += chunk.nbytes
+        self.stats.copied_nbytes += source[1]
         entry.ready_event = self._device.copy(
             space.address,
-            source,
-            chunk.nbytes,
+            *source,
             to_device=True,
             after=space.fences,
             on_done=partial(self._copy_done, entry, staged, perf_counter()),

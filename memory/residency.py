@@ -211,9 +211,22 @@ def _map_repeated_block(nbytes: int) -> _Memory:
     return memory
 
 
+class MappedFile:
+    """A whole file as shared, writable memory; unmapped when this object and every alias that keeps it are gone."""
+
+    def __init__(self, path: str | os.PathLike[str], nbytes: int) -> None:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self.address = _mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd)
+        finally:
+            os.close(fd)  # the mapping keeps the file
+        self.nbytes = nbytes
+        weakref.finalize(self, _libc.munmap, self.address, nbytes).atexit = False
+
+
 def _mmap(address: int | None, nbytes: int, protection: int, flags: int, fd: int) -> int:
     start = _libc.mmap(address, nbytes, protection, flags, fd, 0)
     if start is None or start == ctypes.c_void_p(-1).value:
         error_number = ctypes.get_errno()
-        raise OSError(error_number, f"cannot map {nbytes} bytes for a placeholder: {os.strerror(error_number)}")
+        raise OSError(error_number, f"cannot map {nbytes} bytes: {os.strerror(error_number)}")
     return int(start)

@@ -1,0 +1,127 @@
+"""Sees the forwards of a model's modules, without putting anything on them.
+
+The hooks are torch's global ones: a deep copy, a pickle or a saved module carries nothing of ours along. They run for
+every module of the process, and return at once for those of other models.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+
+class Listener(Protocol):
+    """What wants to know. What `enter` and `begin_pass` raise reaches the model's caller."""
+
+    def begin_pass(self, *, in_backward: bool) -> None:
+        """The outermost module starts. `in_backward`: activation checkpointing computes it once more."""
+
+    def end_pass(self, *, failed: bool) -> None: ...
+
+    def enter(self, module: nn.Module) -> Any:
+        """A module starts; what is returned is given to `leave`."""
+
+    def leave(self, lease: Any) -> None: ...
+
+
+class PassHooks:
+    """Tells a listener of the passes of one model, on one thread at a time.
+
+    A pass is the forward of an outermost module of the model, whichever that is. While one thread is in a pass, others
+    go by unseen, and so do forwards inside torch.func transforms and inside torch.compile's tracing.
+    """
+
+    def __init__(self, model: nn.Module, listener: Listener) -> None:
+        self._members = {id(module): module for module in model.modules()}
+        self._listener = listener
+        self._stack: list[tuple[nn.Module, Any]] = []
+        self._thread = 0
+        self._frame: FrameType | None = None  # of the outermost module's call
+        self._handles: list[Any] = []
+
+    @property
+    def is_installed(self) -> bool:
+        return bool(self._handles)
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether this thread is inside a pass now."""
+        return bool(self._stack) and self._thread == threading.get_ident()
+
+    @property
+    def current(self) -> nn.Module | None:
+        """The innermost module of the pass."""
+        return self._stack[-1][0] if self._stack else None
+
+    def install(self) -> None:
+        if not self._handles:
+            self._handles = [
+                register_module_forward_pre_hook(self._before),
+                register_module_forward_hook(self._after, always_call=True),
+            ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        if self._members.get(id(module)) is not module or _is_transformed():
+            return
+        if self._stack:
+            if self._is_over():
+                self.unwind()
+            elif self._thread != threading.get_ident():
+                return
+        is_outermost = not self._stack
+        if is_outermost:
+            self._thread = threading.get_ident()
+            self._listener.begin_pass(in_backward=torch._C._current_graph_task_id() != -1)
+        try:
+            lease = self._listener.enter(module)
+        except BaseException:
+            if is_outermost:
+                self._listener.end_pass(failed=True)
+            raise
+        if is_outermost:
+            self._frame = sys._getframe(1)
+        self._stack.append((module, lease))
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._stack or self._stack[-1][0] is not module or self._thread != threading.get_ident():
+            return
+        _, lease = self._stack.pop()
+        try:
+            self._listener.leave(lease)
+        finally:
+            if not self._stack:
+                self._frame = None
+                self._listener.end_pass(failed=output is None)
+
+    def _is_over(self) -> bool:
+        """Whether the pass ended without telling: torch calls no hook for a KeyboardInterrupt."""
+        if self._frame is None:
+            return False
+        try:
+            self._frame.clear()
+        except RuntimeError:  # it is executing
+            return False
+        return True
+
+    def unwind(self) -> None:
+        """Give up a pass that was interrupted."""
+        self._frame = None
+        stack, self._stack = self._stack, []
+        for _, lease in reversed(stack):
+            self._listener.leave(lease)
+        self._listener.end_pass(failed=True)
+
+
+def _is_transformed() -> bool:
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch.compiler.is_compiling()

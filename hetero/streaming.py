@@ -1,0 +1,305 @@
+"""The weights of a wrapped model: where they are, their leases, and making room."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+
+from torch import Tensor, nn
+
+from hetero.io.engine import Engine
+from hetero.io.errors import OutOfMemoryError
+from hetero.io.scratch import ScratchStore
+from hetero.memory.budget import Ledger
+from hetero.memory.chunk import align_up
+from hetero.memory.device import Device
+from hetero.memory.executor import Executor
+from hetero.memory.homes import Homes
+from hetero.memory.plan_types import Plan
+from hetero.memory.ring import Ring
+from hetero.memory.schedule import Run
+from hetero.memory.states import ExecutorStats
+from hetero.memory.weights import Place, WeightChunk, span_of
+
+RING = "ring"
+NUM_SPANS_KEPT = 1 << 16
+
+Lease = tuple[tuple[WeightChunk, ...], tuple[int, ...]]
+Observer = Callable[[str], None]
+
+
+class Streaming:
+    """Owns homes, rings and the executor; everything else is the caller's and outlives it.
+
+    `own` are the chunks of each module's own parameters, by id of the module. A chunk whose home is in the first tier is
+    computed on where it is; others pass through the ring, which exists only while there are any.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        chunks: Sequence[WeightChunk],
+        *,
+        device: Device,
+        engine: Engine,
+        store: ScratchStore | None,
+        ledger: Ledger,
+    ) -> None:
+        self.chunks = list(chunks)
+        self.first = "gpu" if device.has_gpu_tier else "cpu"
+        self.spans: deque[tuple[str, str, float, float]] = deque(maxlen=NUM_SPANS_KEPT)
+        self.executor: Executor | None = None
+        self.num_unleased = 0
+        self._device, self._engine, self._store, self._ledger = device, engine, store, ledger
+        by_parameter = {id(view.parameter): chunk for chunk in chunks for view in chunk.views}
+        self.own = {
+            id(module): tuple(dict.fromkeys(by_parameter[id(p)] for p in parameters_of(module) if id(p) in by_parameter))
+            for module in model.modules()
+        }
+        self.ring_nbytes = min(_largest_moment(model, self.own), sum(chunk.slot_nbytes for chunk in chunks))
+        self.staging_nbytes = max((chunk.slot_nbytes for chunk in chunks), default=0)
+        self.homes = Homes(self.chunks, device=device, engine=engine, ledger=ledger, store=store)
+        self._rings = ExitStack()
+        self._past_stats: list[ExecutorStats] = []
+        self._slot_owners: dict[int, WeightChunk] = {}
+        self._homes_at: dict[int, list[WeightChunk]] = {}
+        self._num_moves_seen = -1
+
+    @property
+    def streamed(self) -> list[WeightChunk]:
+        return [chunk for chunk in self.chunks if chunk.place is not Place.FIRST]
+
+    # -- entering and placing -----------------------------------------------------------------------------------------
+
+    def enter(self, tell: Callable[[int], None]) -> None:
+        """Book the weights where they are; what the budget does not hold goes to disk, last used first."""
+        tier = self.homes.tier_of(self.chunks[0].place) if self.chunks else "cpu"
+        room = self._ledger.free(tier)
+        if sum(chunk.nbytes for chunk in self.chunks) > room:
+            room -= self.ring_nbytes if self.first == "cpu" else self.staging_nbytes
+        moved_nbytes = 0
+        for chunk in self.chunks:
+            if chunk.nbytes <= room:
+                room -= chunk.nbytes
+                self.homes.book(chunk)
+            else:
+                self.homes.move(chunk, Place.DISK, is_booked=False)
+                moved_nbytes += chunk.nbytes
+                tell(moved_nbytes)
+        if self.streamed:
+            self.open_executor(self.ring_nbytes, self.staging_nbytes)
+
+    def place(self, plan: Plan) -> None:
+        """Carry out a plan, between passes: first what leaves, then the rings, then what comes. Blocks."""
+        self.close_executor()
+        first = plan.cpu_resident if self.first == "cpu" else plan.gpu_resident
+        goals = {}
+        used = plan.gpu_resident | plan.cpu_resident | set(plan.schedule)
+        for chunk in self.chunks:
+            if chunk.chunk_id in first:
+                goals[chunk.chunk_id] = Place.FIRST
+            elif self.first == "gpu" and chunk.chunk_id in plan.cpu_resident:
+                goals[chunk.chunk_id] = Place.CPU
+            elif chunk.chunk_id in used or chunk.place is Place.FIRST:
+                goals[chunk.chunk_id] = Place.DISK if self.homes.has_disk else Place.CPU
+        order = [Place.DISK, Place.CPU, Place.FIRST]
+        for goal in order:
+            for chunk in self.chunks:
+                if goals.get(chunk.chunk_id) is goal:
+                    self.homes.move(chunk, goal)
+        if self.streamed:
+            self.open_executor(plan.gpu_ring_nbytes if self.first == "gpu" else plan.cpu_ring_nbytes, plan.cpu_ring_nbytes)
+
+    def open_executor(self, ring_nbytes: int, staging_nbytes: int) -> None:
+        """Allocate the rings and start the executor over them. Raises OutOfMemoryError with nothing left behind."""
+        rings: dict[str, Ring] = {}
+        sizes = {self.first: ring_nbytes}
+        if self.first == "gpu" and self.homes.has_disk:
+            sizes["cpu"] = staging_nbytes
+        keepers = []
+        try:
+            for tier, nbytes in sizes.items():
+                nbytes = align_up(max(nbytes, 4096))
+                self._ledger.take(tier, RING, nbytes)
+                self._rings.callback(self._ledger.give, tier, RING, nbytes)
+                allocate = self._device.allocate if tier == "gpu" else self._device.allocate_host
+                arena = allocate(nbytes, name=RING)
+                self._rings.callback(arena.close)
+                rings[tier] = Ring(arena.address, nbytes)
+                if tier == self.first:
+                    keepers.append(arena.keeper)
+        except BaseException:
+            self._rings.close()
+            raise
+        files = {self._store.path: self._store.file} if self._store is not None and self._store.file is not None else {}
+        # Behind a gpu tier every transfer passes through RAM: a home there is copied from where it is.
+        staging = rings.get("cpu") or Ring(0, 0) if self.first == "gpu" else None
+        self.executor = Executor(
+            [chunk.chunk() for chunk in self.chunks],
+            device=self._device,
+            engine=self._engine,
+            files=files,
+            first=rings[self.first],
+            staging=staging,
+            resident={},
+            host={chunk.chunk_id: chunk.host_range for chunk in self.chunks if chunk.place is Place.CPU},
+            schedule=(),
+            keepers=keepers,
+        )
+        self.executor.spans = self.spans
+
+    def close_executor(self) -> None:
+        if self.executor is not None:
+            self.executor.close()
+            self._past_stats.append(self.executor.stats)
+            self.executor = None
+            self._device.synchronize()
+            self._rings.close()
+            self._slot_owners.clear()
+
+    def make_room(self, nbytes: int) -> None:
+        """Send weights out of the first tier until `nbytes` are free, if so many can go. Between or in passes."""
+        need = nbytes + (0 if self.executor is not None else align_up(max(self.ring_nbytes, 4096)))
+        for chunk in self.chunks:  # those that backward needs last
+            if self._ledger.free(self.first) >= need:
+                break
+            if chunk.place is Place.FIRST and chunk.num_open == 0:
+                goal = self._below(chunk)
+                if goal is None:
+                    continue
+                self.homes.move(chunk, goal)
+                if self.executor is not None and goal is Place.CPU:
+                    self.executor.set_host(chunk.chunk_id, chunk.host_range)
+        if self.executor is None and self.streamed:
+            self.open_executor(self.ring_nbytes, self.staging_nbytes)
+
+    def _below(self, chunk: WeightChunk) -> Place | None:
+        if self.first == "gpu" and self._ledger.can_take("cpu", chunk.nbytes):
+            return Place.CPU
+        return Place.DISK if self.homes.has_disk else None
+
+    # -- leases -------------------------------------------------------------------------------------------------------
+
+    def restart(self, runs: Sequence[Run]) -> None:
+        """A pass begins (its order) or ends (nothing): until then and from then on, homes are the only copies."""
+        if self.executor is not None:
+            self.executor.restart(runs)
+            for chunk in self.streamed:
+                chunk.version = chunk.counter()
+
+    def lease(self, chunks: Sequence[WeightChunk]) -> Lease | None:
+        """Show the chunks' parameters leased bytes until `release`. None: there is no room for all of them at once, so the
+        module computes on the homes, which is right and slow."""
+        executor = self.executor
+        leased = tuple(chunk for chunk in chunks if chunk.place is not Place.FIRST and chunk.adopt())
+        if executor is None or not leased or not all(self._is_fresh(chunk) for chunk in leased):
+            return None
+        ids = tuple(chunk.chunk_id for chunk in leased)
+        try:
+            entries = executor.acquire(ids)
+        except OutOfMemoryError:
+            self.num_unleased += 1
+            return None
+        for chunk, entry in zip(leased, entries, strict=True):
+            base = executor.bytes_of(entry)
+            if "views" not in entry.views:
+                entry.views.update(enumerate(chunk.views_of(base[chunk.residue : chunk.residue + chunk.nbytes])))
+                entry.views["views"] = base
+            self._slot_owners[entry.space.address] = chunk
+            chunk.open([entry.views[i] for i in range(len(chunk.views))])
+        return leased, ids
+
+    def release(self, lease: Lease) -> None:
+        executor = self.executor
+        chunks, ids = lease
+        for chunk in chunks:
+            chunk.close()
+        if executor is None:
+            return
+        executor.release(ids)
+        for chunk in chunks:
+            if chunk.version != chunk.counter() and executor.drop(chunk.chunk_id):  # written, and gone home
+                chunk.version = chunk.counter()
+
+    def view(self, chunk: WeightChunk, make: Callable[[Tensor], Tensor]) -> Tensor:
+        """`make` of the chunk's bytes, leased meanwhile. What it returns keeps the slot by its life."""
+        executor = self.executor
+        if chunk.place is Place.FIRST or executor is None or not self._is_fresh(chunk):
+            return make(chunk.base)
+        try:
+            (entry,) = executor.acquire((chunk.chunk_id,))
+        except OutOfMemoryError:
+            self.num_unleased += 1
+            return make(chunk.base)
+        try:
+            self._slot_owners[entry.space.address] = chunk
+            return make(executor.bytes_of(entry)[chunk.residue : chunk.residue + chunk.nbytes])
+        finally:
+            del entry
+            executor.release((chunk.chunk_id,))
+
+    def _is_fresh(self, chunk: WeightChunk) -> bool:
+        """Whether copies made since the last restart are those of today's home; old ones are dropped if they can be."""
+        if chunk.version == chunk.counter():
+            return True
+        assert self.executor is not None
+        if not self.executor.drop(chunk.chunk_id):
+            return False
+        chunk.version = chunk.counter()
+        return True
+
+    def find(self, tensor: Tensor) -> tuple[WeightChunk, int] | None:
+        """The chunk whose bytes a tensor views, in a slot or at home, and where in them it begins."""
+        address = tensor.untyped_storage().data_ptr()
+        start, end = span_of(tensor)
+        owner = self._slot_owners.get(address)
+        if owner is not None:
+            start -= owner.residue
+            return (owner, start) if 0 <= start and end - owner.residue <= owner.nbytes else None
+        if self._num_moves_seen != self.homes.num_moves:
+            self._index()
+        for chunk in self._homes_at.get(address, ()):
+            first = chunk.base.storage_offset()
+            if first <= start and end <= first + chunk.nbytes:
+                return chunk, start - first
+        return None
+
+    def _index(self) -> None:
+        self._homes_at = {}
+        for chunk in self.chunks:
+            # The chunk holds this storage, so its address cannot come to mean another.
+            self._homes_at.setdefault(chunk.base.untyped_storage().data_ptr(), []).append(chunk)
+        self._num_moves_seen = self.homes.num_moves
+
+    # -- the rest -----------------------------------------------------------------------------------------------------
+
+    def stats(self) -> Mapping[str, float]:
+        """The executors' counters, those of earlier plans included."""
+        every = [*self._past_stats, *([self.executor.stats] if self.executor is not None else [])]
+        total = dict.fromkeys(asdict(ExecutorStats()), 0.0)
+        for stats in every:
+            for name, value in asdict(stats).items():
+                total[name] += value
+        return total
+
+    def close(self, tell: Callable[[int], None]) -> None:
+        """Give the model its memory back. Blocks."""
+        self.close_executor()
+        self.homes.restore(tell)
+
+
+def parameters_of(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module._parameters.values() if parameter is not None]
+
+
+def _largest_moment(model: nn.Module, own: Mapping[int, Sequence[WeightChunk]]) -> int:
+    """Bytes of slots that a module and those around it need at once."""
+    need = 0
+    for path, _ in model.named_modules():
+        parts = path.split(".") if path else []
+        around = [model.get_submodule(".".join(parts[:i])) for i in range(len(parts) + 1)]
+        chunks = {chunk.chunk_id: chunk for module in around for chunk in own.get(id(module), ())}
+        need = max(need, sum(chunk.slot_nbytes for chunk in chunks.values()))
+    return need

@@ -1,0 +1,423 @@
+"""A wrapped model: its passes, its plan, its figures, its end."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from time import perf_counter
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from hetero.hooks import PassHooks
+from hetero.io.engine import Engine
+from hetero.io.errors import HeteroError
+from hetero.io.scratch import ScratchStore
+from hetero.memory.activations import ACTIVATIONS, ActivationStore, Policy
+from hetero.memory.autograd import SavedTensors
+from hetero.memory.budget import Ledger, MemoryLimits
+from hetero.memory.device import Device
+from hetero.memory.homes import WEIGHTS
+from hetero.memory.plan import make_plan
+from hetero.memory.plan_types import BudgetError, Budgets, ChunkSpec, Links, Plan, Trace, uses_of
+from hetero.memory.schedule import Run, runs_of
+from hetero.memory.trace import Recorder
+from hetero.memory.weights import Place, WeightChunk
+from hetero.planning import TooSmallError
+from hetero.report.progress import Progress, ProgressCallback
+from hetero.report.timeline import CounterSample, Span, write_timeline
+from hetero.report.wrapped import TierShare, TierUse, WrapPlan, WrapStats
+from hetero.streaming import RING, Lease, Streaming
+
+FORWARD, TRAIN, BACKWARD = "forward", "train forward", "backward"
+GRADIENTS, OTHERS, BOUNCE = "gradients", "buffers and small weights", "i/o bounce buffers"
+NUM_SPANS_KEPT = 1 << 14
+
+_live: list[WrappedRun] = []  # until closed: a run must not end because nobody keeps its handle
+
+
+class WrappedRun:
+    """A model inside budgets, until `close`: idempotent, also by `with`, and at exit.
+
+    `model` is the caller's own module, in place. Outside a pass its parameters are plain tensors with their true values.
+    One thread at a time runs passes under management; a forward on another thread meanwhile computes on the homes.
+    The first iteration is the warm-up: it streams what does not fit and records; then the plan takes over, and is made
+    again when a phase is new or something did not fit.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        chunks: Sequence[WeightChunk],
+        *,
+        device: Device,
+        engine: Engine,
+        store: ScratchStore | None,
+        limits: MemoryLimits,
+        links: Links,
+        activations: Policy,
+        progress: ProgressCallback | None,
+        resources: ExitStack,
+    ) -> None:
+        self.model, self.limits, self.links = model, limits, links
+        self._device, self._engine, self._store, self._progress = device, engine, store, progress
+        self._resources = resources
+        self._is_closed = False
+        self._is_due = False  # the plan, at the next pass
+        self.num_plans = 0
+        self.num_passes = dict.fromkeys((FORWARD, TRAIN, BACKWARD), 0)
+        self._pass: tuple[str, float] | None = None
+        self._in_backward: list[bool] = []
+        self._backward: tuple[int, float] | None = None
+        self._saved_hooks: list[saved_tensors_hooks | None] = []
+        self._activation_peak = 0
+        self._spans: deque[Span] = deque(maxlen=NUM_SPANS_KEPT)
+        self._names = {id(module): path or type(module).__name__ for path, module in model.named_modules()}
+        moving = {id(view.parameter) for chunk in chunks for view in chunk.views}
+        others = [p for p in model.parameters() if id(p) not in moving] + list(model.buffers())
+        self._others_nbytes = _nbytes(others)
+        self._trainable_nbytes = _nbytes([p for p in model.parameters() if p.requires_grad])
+        self._persistent: set[int] = set()
+        self.ledger = Ledger(limits.ledger_limits() | ({"disk": store.nbytes} if store is not None else {}))
+        self.ledger.note("interpreter and libraries", limits.baseline.total_nbytes)
+        self.recorder = Recorder(None if device.torch_device.type == "cpu" else partial(_settle, device))
+        try:
+            self.streaming = Streaming(model, chunks, device=device, engine=engine, store=store, ledger=self.ledger)
+            self._check_budgets()
+            first = self.streaming.first
+            self.ledger.take(first, OTHERS, self._others_nbytes)
+            self.ledger.take("cpu", BOUNCE, engine.bounce_nbytes)
+            self.activations = ActivationStore(
+                activations, device=device, engine=engine, ledger=self.ledger, store=store, reserve=self._reserve
+            )
+            self._saved = SavedTensors(self, self.activations)
+            self.streaming.enter(self._tell("moving weights to disk"))
+        except BaseException:
+            with resources:
+                self.streaming.close(lambda _: None)
+            raise
+        self.plan = self._describe(None)
+        self._hooks = PassHooks(model, self)
+        self._hooks.install()
+        _live.append(self)
+
+    def _check_budgets(self) -> None:
+        """Refuse budgets that cannot hold one module's weights beside what never moves."""
+        has, streaming = self.limits.ledger_limits(), self.streaming
+        total = sum(chunk.nbytes for chunk in streaming.chunks)
+        can_stream = streaming.homes.has_disk
+        needs = {"cpu": self._engine.bounce_nbytes}
+        if streaming.first == "gpu":
+            needs["gpu"] = self._others_nbytes + min(total, streaming.ring_nbytes)
+            needs["cpu"] += min(total, streaming.staging_nbytes) if can_stream else total
+        else:
+            needs["cpu"] += self._others_nbytes + (min(total, streaming.ring_nbytes) if can_stream else total)
+        if all(nbytes <= has[tier] for tier, nbytes in needs.items()):
+            return
+        lines = [f"{tier}_memory is {has[tier]} bytes, it needs {need}" for tier, need in needs.items() if need > has[tier]]
+        least = ", ".join(f"{tier}_memory={nbytes}" for tier, nbytes in sorted(needs.items()))
+        advice = "" if can_stream else '; with disk="FOLDER" weights can go there'
+        raise TooSmallError(
+            f"the budgets are too small for this model: {'; '.join(lines)}. The smallest that works for a forward pass is "
+            f"{least}{advice}",
+            needs,
+        )
+
+    def _tell(self, message: str) -> Callable[[int], None]:
+        total = sum(chunk.nbytes for chunk in self.streaming.chunks)
+
+        def tell(done_nbytes: int) -> None:
+            if self._progress is not None:
+                self._progress(Progress("load", done_nbytes, total, message))
+
+        return tell
+
+    # -- passes (what PassHooks tells) --------------------------------------------------------------------------------
+
+    def begin_pass(self, *, in_backward: bool) -> None:
+        has_grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        if not in_backward:
+            self._backward = None  # also one that raised
+            self.activations.collect()
+            if has_grad:
+                self._begin_training()
+            if self._is_due:
+                self._make_plan()
+            phase = TRAIN if has_grad else FORWARD
+            self._pass = (phase, perf_counter())
+            self.recorder.begin(phase)
+            self.streaming.restart(self._runs(phase))
+        self._in_backward.append(in_backward)
+        self._push_hooks() if has_grad else self._saved_hooks.append(None)
+
+    def end_pass(self, *, failed: bool) -> None:
+        if not self._in_backward:
+            return
+        self._pop_hooks()
+        if self._in_backward.pop():
+            return
+        self._note_peak()
+        if self._pass is not None:
+            phase, start_s = self._pass
+            self._pass = None
+            self._spans.append(Span(phase, "passes", start_s, perf_counter()))
+            if failed:
+                self.recorder.abort()
+            else:
+                self._end_phase(phase)
+        self.streaming.restart(())
+
+    def enter(self, module: nn.Module) -> Lease | None:
+        chunks = self.streaming.own.get(id(module))
+        if not chunks:
+            return None
+        self.recorder.request()
+        lease = self.streaming.lease(chunks) if any(c.place is not Place.FIRST for c in chunks) else None
+        self.recorder.grant(self._names[id(module)], tuple(chunk.chunk_id for chunk in chunks))
+        return lease
+
+    def leave(self, lease: Lease | None) -> None:
+        if lease is not None:
+            self.streaming.release(lease)
+
+    def _begin_training(self) -> None:
+        if GRADIENTS not in self.ledger.holders(self.streaming.first) and self._trainable_nbytes:
+            self._reserve(self.streaming.first, GRADIENTS, self._trainable_nbytes)
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        self._persistent = {t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided}
+
+    def _end_phase(self, phase: str) -> None:
+        self.num_passes[phase] += 1
+        if self.recorder.end() and phase != TRAIN:
+            self._is_due = True  # a new order: first seen, or changed
+
+    def _begin_backward(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if self._backward is not None or task == -1 or self._in_backward == [False]:
+            return  # inside one, or outside any, or one that a forward itself runs
+        self._backward = (task, perf_counter())
+        self.recorder.begin(BACKWARD)
+        self.streaming.restart(self._runs(BACKWARD))
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+
+    def _end_backward(self) -> None:
+        if self._backward is None or self._is_closed:
+            return
+        self._spans.append(Span(BACKWARD, "passes", self._backward[1], perf_counter()))
+        self._backward = None
+        self._end_phase(BACKWARD)
+        self.streaming.restart(())
+
+    def _runs(self, phase: str) -> list[Run]:
+        streamed = {chunk.chunk_id for chunk in self.streaming.streamed}
+        order = self.recorder.order(phase) if self.recorder.num_passes(phase) else []
+        return runs_of(order, streamed)
+
+    def _push_hooks(self) -> None:
+        hooks = saved_tensors_hooks(self._saved.pack, self._saved.unpack)
+        try:
+            hooks.__enter__()
+        except RuntimeError:  # inside disable_saved_tensors_hooks: aliases keep slots by themselves
+            self._saved_hooks.append(None)
+            return
+        self._saved_hooks.append(hooks)
+
+    def _pop_hooks(self) -> None:
+        hooks = self._saved_hooks.pop()
+        if hooks is not None:
+            hooks.__exit__()
+
+    # -- what autograd asks (memory/autograd.py) ----------------------------------------------------------------------
+
+    def view(self, chunk: WeightChunk, make: Callable[[Tensor], Tensor]) -> Tensor:
+        if self._is_closed:
+            return make(chunk.base)
+        self._begin_backward()
+        self.recorder.request()
+        tensor = self.streaming.view(chunk, make)
+        self.recorder.grant(chunk.name, (chunk.chunk_id,))
+        return tensor
+
+    def find(self, tensor: Tensor) -> tuple[WeightChunk, int] | None:
+        return self.streaming.find(tensor)
+
+    def computing(self) -> Sequence[WeightChunk]:
+        module = self._hooks.current
+        return self.streaming.own.get(id(module), ()) if module is not None else ()
+
+    def is_persistent(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._persistent
+
+    # -- budgets and plan ---------------------------------------------------------------------------------------------
+
+    def _reserve(self, tier: str, holder: str, nbytes: int) -> None:
+        """Book bytes; weights make room first, then saved activations. Raises OutOfMemoryError."""
+        if tier == self.streaming.first and nbytes > self.ledger.free(tier):
+            self.streaming.make_room(nbytes)
+            self._is_due = True
+            short = nbytes - self.ledger.free(tier)
+            if short > 0:
+                self.activations.make_room(short)
+        self.ledger.take(tier, holder, nbytes)
+        if holder == ACTIVATIONS:
+            self._note_peak()
+
+    def _note_peak(self) -> None:
+        self._activation_peak = max(self._activation_peak, self.activations.nbytes)
+
+    def _make_plan(self) -> None:
+        """Place the weights by what was recorded. Between passes."""
+        self._is_due = False
+        trace = self._trace()
+        if trace is None or not self.streaming.chunks:
+            return
+        streaming, first = self.streaming, self.streaming.first
+        specs = [ChunkSpec(chunk_id=c.chunk_id, nbytes=c.slot_nbytes, read_nbytes=c.slot_nbytes) for c in streaming.chunks]
+        held = {tier: self._held(tier) for tier in self.ledger.tiers()}
+        held[first] += max(0, self._activation_peak - self.activations.nbytes)
+        left = {tier: max(0, self.ledger.limit(tier) - held[tier]) for tier in held}
+        if not streaming.homes.has_disk and first == "cpu":
+            return  # everything is where it was
+        budgets = Budgets(left["gpu"] if first == "gpu" else None, left["cpu"])
+        try:
+            plan = make_plan(specs, trace, budgets, self.links)
+        except BudgetError:
+            return  # activations will have to leave again; weights stream as they do
+        streaming.place(plan)
+        self.num_plans += 1
+        self.plan = self._describe(plan)
+
+    def _trace(self) -> Trace | None:
+        parts = [self.recorder.trace(phase) for phase in (TRAIN, BACKWARD)]
+        if parts[0] is None or parts[1] is None:
+            return self.recorder.trace(FORWARD) or parts[0]
+        return Trace("iteration", parts[0].moments + parts[1].moments)
+
+    def _held(self, tier: str) -> int:
+        """What is neither weights nor ring."""
+        return sum(n for holder, n in self.ledger.holders(tier).items() if holder not in (WEIGHTS, RING))
+
+    def _describe(self, plan: Plan | None) -> WrapPlan:
+        streaming, homes = self.streaming, self.streaming.homes
+        shares = {}
+        for tier in self.ledger.tiers():
+            held = self.ledger.holders(tier)
+            placed = sum(c.nbytes for c in streaming.chunks if homes.tier_of(c.place) == tier)
+            shares[tier] = TierShare(self.ledger.limit(tier), placed, held.get(RING, 0), self._held(tier))
+        orders = [self.recorder.order(phase) for phase in (TRAIN, BACKWARD) if self.recorder.num_passes(phase)]
+        if not orders and self.recorder.num_passes(FORWARD):
+            orders = [self.recorder.order(FORWARD)]
+        by_id = {chunk.chunk_id: chunk for chunk in streaming.chunks}
+        streamed = frozenset(chunk.chunk_id for chunk in streaming.streamed)
+        stays = [by_id[use.chunk_id] for order in orders for use in uses_of(order, streamed)]
+        prediction = plan.prediction if plan is not None else None
+        return WrapPlan(
+            state="planned" if plan is not None else "warm-up",
+            num_chunks=len(streaming.chunks),
+            num_streamed=len(streamed),
+            tiers=shares,
+            activations_nbytes=self._activation_peak,
+            disk_nbytes=sum(c.slot_nbytes for c in stays if c.place is Place.DISK),
+            gpu_link_nbytes=sum(
+                c.host_range[1] if c.place is Place.CPU else c.slot_nbytes for c in stays
+            ) if streaming.first == "gpu" else 0,
+            time_s=prediction.time_s if prediction else None,
+            bound_s=prediction.bound_s if prediction else None,
+            bottleneck=prediction.bottleneck if prediction else None,
+            notes=self.limits.lines(),
+        )  # fmt: skip
+
+    # -- figures ------------------------------------------------------------------------------------------------------
+
+    def stats(self) -> WrapStats:
+        """What happened so far: passes, bytes per link and tier, waits."""
+        executor, engine = self.streaming.stats(), self._engine.stats()
+        ledger = self.ledger
+        return WrapStats(
+            passes=dict(self.num_passes),
+            tiers={t: TierUse(ledger.used(t), ledger.peak(t), ledger.limit(t), ledger.holders(t)) for t in ledger.tiers()},
+            disk_read_nbytes=engine.read_nbytes,
+            disk_written_nbytes=engine.written_nbytes,
+            gpu_link_nbytes=int(executor["copied_nbytes"]),
+            wait_s=executor["wait_s"],
+            activations_out_nbytes=self.activations.out_nbytes,
+            activations_back_nbytes=self.activations.back_nbytes,
+            num_unleased=self.streaming.num_unleased,
+            num_plans=self.num_plans,
+            executor=dict(executor),
+        )
+
+    def explain(self) -> str:
+        """Where each chunk is and why, as text."""
+        lines = [str(self.plan)]
+        for chunk in self.streaming.chunks:
+            where = {
+                Place.FIRST: f"stays in {self.streaming.first}",
+                Place.CPU: "streams from cpu",
+                Place.DISK: "streams from disk",
+            }[chunk.place]
+            names = f" and {len(chunk.views) - 1} more" if len(chunk.views) > 1 else ""
+            lines.append(f"  {chunk.name}{names}: {chunk.nbytes} bytes, {where}")
+        return "\n".join(lines)
+
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the last passes and transfers as a Chrome trace."""
+        spans = [Span(name, lane, start, end) for lane, name, start, end in self.streaming.spans]
+        used = CounterSample("bytes used", perf_counter(), {t: self.ledger.used(t) for t in self.ledger.tiers()})
+        write_timeline(path, [*spans, *self._spans], [used])
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give the model its memory back, with the values it has now, and release everything. Blocks. Idempotent."""
+        if self._is_closed:
+            return
+        if self._hooks.is_inside or self._backward is not None and torch._C._current_graph_task_id() != -1:
+            raise HeteroError("the model is in the middle of a pass: close the run after it")
+        self._is_closed = True
+        if self in _live:
+            _live.remove(self)
+        with self._resources:
+            self._hooks.remove()
+            try:
+                self.activations.close()
+            finally:
+                self.streaming.close(self._tell("giving the model its memory back"))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def wrapped_module_of(model: nn.Module) -> str | None:
+    """The name of a module of `model` that belongs to an open run, or None."""
+    taken = {id(module) for run in _live for module in run.model.modules()}
+    for path, module in model.named_modules():
+        if id(module) in taken:
+            return path or type(module).__name__
+    return None
+
+
+@atexit.register
+def _close_live_runs() -> None:
+    for run in list(_live):
+        run.close()
+
+
+def _nbytes(tensors: Sequence[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _settle(device: Device) -> None:
+    device.record().synchronize()

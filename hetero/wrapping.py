@@ -1,0 +1,195 @@
+"""hetero.wrap: any module, in place, inside its budgets."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetero.io.engine import Engine, Request
+from hetero.io.errors import ConfigError, UnsupportedError
+from hetero.io.operation import finish
+from hetero.io.scratch import ScratchStore
+from hetero.measure import trim_heap
+from hetero.memory.activations import Policy
+from hetero.memory.budget import MemoryLimits, TierInfo, detect_cpu, parse_size, process_baseline, resolve_budgets
+from hetero.memory.detect import Baseline
+from hetero.memory.device import Device, open_device
+from hetero.memory.plan_types import Links
+from hetero.memory.weights import find_chunks
+from hetero.native import report_missing_once
+from hetero.report.progress import ProgressCallback
+from hetero.setup import measure_link, parse_rate
+from hetero.wrapped import WrappedRun, wrapped_module_of
+
+SMALL_NBYTES = (4096, 1 << 20)
+"""What never moves: a 16384th of the model, within these bounds."""
+PROBE_NBYTES = 32 << 20
+ACTIVATION_POLICIES = ("keep", "cpu", "disk", "auto")
+
+
+def wrap(
+    model: nn.Module,
+    *,
+    gpu_memory: int | str = "auto",
+    cpu_memory: int | str = "auto",
+    disk: str | os.PathLike[str] | None = None,
+    disk_memory: int | str = "auto",
+    device: str = "auto",
+    activations: Policy = "auto",
+    link: int | str | None = None,
+    progress: ProgressCallback | None = None,
+) -> WrappedRun:
+    """Run and train `model`, in place, inside memory budgets: `run.model is model`, its parameters and names stay.
+
+    gpu_memory, cpu_memory: hard limits on weights, gradients, saved activations and buffers, like "6GiB", "80%", "auto"
+    or bytes. device: "auto", "cpu", "cuda", "xpu", or "emulated": a GPU tier made of RAM, with `link` as its speed.
+    disk: a folder on a local disk for what fits nowhere else; without it there is no disk tier. disk_memory: its limit.
+    activations: what autograd saves for backward stays ("keep"), leaves at once ("cpu", "disk"), or leaves when room is
+    short ("auto").
+
+    Close the run, or use it as a context manager: the model gets its memory back, with the values it has then. Blocks
+    while weights that do not fit are written to `disk`. Raises ConfigError and UnsupportedError before anything has
+    changed, with what each tier needs and has.
+    """
+    _check(model, activations)
+    report_missing_once()
+    with ExitStack() as stack:
+        opened = _open_device(device, gpu_memory, link)
+        stack.callback(opened.close)
+        parameters = list(model.named_parameters())
+        total_nbytes = sum(p.numel() * p.element_size() for _, p in parameters)
+        small_nbytes = min(max(total_nbytes // 16384, SMALL_NBYTES[0]), SMALL_NBYTES[1])
+        chunks = find_chunks(parameters, torch.device("cpu"), small_nbytes=small_nbytes)
+        model_nbytes = sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()])
+        limits = _limits(opened, device, gpu_memory, cpu_memory, model_nbytes)
+        engine = stack.enter_context(Engine())
+        store = None
+        if disk is not None:
+            need = sum(chunk.slot_nbytes for chunk in chunks)
+            store = stack.enter_context(_open_store(disk, disk_memory, need, limits, engine, activations))
+        links = _links(opened, engine, store, limits)
+        run = WrappedRun(
+            model,
+            chunks,
+            device=opened,
+            engine=engine,
+            store=store,
+            limits=limits,
+            links=links,
+            activations=activations,
+            progress=progress,
+            resources=stack.pop_all(),
+        )
+    return run
+
+
+def _check(model: Any, activations: str) -> None:
+    """Refuse what cannot be wrapped, by name, before anything is changed."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"hetero.wrap takes a torch.nn.Module, got {type(model).__name__}; for a checkpoint on disk use hetero.load")
+    if activations not in ACTIVATION_POLICIES:
+        raise ConfigError(f'activations={activations!r} is not known; choose "keep", "cpu", "disk" or "auto"')
+    name = wrapped_module_of(model)
+    if name is not None:
+        raise ConfigError(f"{name} is wrapped already: close that run first")
+    for path, module in model.named_modules():
+        where = path or type(model).__name__
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedError(f"{where} is a scripted module, whose forward runs outside Python: wrap the module before torch.jit")
+        if type(module).__name__ in ("FullyShardedDataParallel", "DistributedDataParallel", "DataParallel"):
+            raise UnsupportedError(f"{where} is a {type(module).__name__}: wrap the module inside it")
+    for path, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+            raise UnsupportedError(f"{path} is not initialised yet: run one batch through the lazy module, then wrap")
+        if type(tensor.data).__name__ == "DTensor":
+            raise UnsupportedError(f"{path} is a DTensor, sharded by torch.distributed: hetero moves plain tensors only")
+        if tensor.is_meta:
+            raise ConfigError(f"{path} is on meta and has no bytes: load weights first, or use hetero.load on the checkpoint")
+
+
+def _open_device(name: str, gpu_memory: int | str, link: int | str | None) -> Device:
+    rate = None if link is None else float(parse_rate(link))
+    capacity = None
+    if name == "emulated" and gpu_memory != "auto":
+        capacity = parse_size(gpu_memory, name="gpu_memory")
+    return open_device(name, capacity_nbytes=capacity, bandwidth_bytes_per_s=rate)
+
+
+def _limits(
+    device: Device, name: str, gpu_memory: int | str, cpu_memory: int | str, model_nbytes: int
+) -> MemoryLimits:
+    """The model is in RAM already and counts in the budgets: it is no part of what others hold."""
+    trim_heap()
+    gpu = None
+    if device.has_gpu_tier:
+        free, total = device.memory_info()
+        gpu = TierInfo(total_nbytes=total, available_nbytes=free, limit_source=device.name)
+    found, baseline = detect_cpu(), process_baseline()
+    cpu = TierInfo(
+        found.total_nbytes, found.available_nbytes + model_nbytes, found.limit_source, found.is_ours_alone
+    )
+    rest = Baseline(max(0, baseline.anonymous_nbytes - model_nbytes), baseline.file_nbytes)
+    limits = resolve_budgets(gpu_memory, cpu_memory, gpu=gpu, cpu=cpu, baseline=rest)
+    if gpu is not None and limits.gpu is None:
+        raise ConfigError(f"gpu_memory={gpu_memory!r} leaves nothing of {name} to use: give it some")
+    return limits
+
+
+def _open_store(
+    disk: str | os.PathLike[str],
+    disk_memory: int | str,
+    weights_nbytes: int,
+    limits: MemoryLimits,
+    engine: Engine,
+    activations: str,
+) -> ScratchStore:
+    folder = Path(disk)
+    if not folder.is_dir():
+        raise ConfigError(f"disk={os.fspath(disk)!r} is not a folder: create it first")
+    if disk_memory == "auto":
+        # Activations that leave the tiers above: at most a few times what those hold.
+        first = limits.gpu.nbytes if limits.gpu is not None else limits.cpu.nbytes
+        extra = 0 if activations == "keep" else min(4 * first, 8 << 30)
+        status = os.statvfs(folder)
+        free = status.f_bavail * status.f_frsize
+        nbytes = weights_nbytes + max(0, min(extra, (free - weights_nbytes) // 2))
+    else:
+        nbytes = parse_size(disk_memory, name="disk_memory")
+        if nbytes < weights_nbytes:
+            raise ConfigError(
+                f"disk_memory={disk_memory!r} is {nbytes} bytes, but the weights alone may need {weights_nbytes}"
+            )
+    return ScratchStore(folder, max(nbytes, 4096), engine=engine)
+
+
+def _links(device: Device, engine: Engine, store: ScratchStore | None, limits: MemoryLimits) -> Links:
+    disk_rate = _measure_store(engine, store, limits) if store is not None else float(1 << 30)
+    if not device.has_gpu_tier:
+        return Links(disk_rate)
+    assert limits.gpu is not None
+    known = device.link_info()
+    room = min(limits.cpu.nbytes, limits.gpu.nbytes)
+    rate = known.bandwidth_bytes_per_s or measure_link(device, room_nbytes=room)
+    return Links(disk_rate, rate, gpu_latency_s=known.latency_s or 0.0)
+
+
+def _measure_store(engine: Engine, store: ScratchStore, limits: MemoryLimits) -> float:
+    """Bytes per second of reading what was just written to the scratch file. Blocks for 0.1 s or so."""
+    from time import perf_counter
+
+    nbytes = min(PROBE_NBYTES, store.nbytes, limits.cpu.nbytes // 4) // 4096 * 4096
+    if nbytes == 0 or store.file is None:
+        return float(1 << 30)
+    probe = torch.zeros(nbytes, dtype=torch.uint8)
+    finish(engine.submit([Request(store.file, 0, nbytes, probe.data_ptr(), write=True)]))
+    start = perf_counter()
+    finish(engine.submit([Request(store.file, 0, nbytes, probe.data_ptr())]))
+    return nbytes / (perf_counter() - start)
+
+
+__all__ = ["wrap"]

@@ -1,0 +1,310 @@
+"""Tensors that autograd saved, where there is room for them: first tier, cpu, disk.
+
+Note [last saved, first needed]
+    Backward asks for them in the reverse order of saving. So when room is short the oldest leaves first, and when one is
+    asked for, those saved before it are fetched, as far as there is room.
+
+Note [on the move]
+    A storage that leaves keeps its memory until its bytes have arrived, and one that comes back its old place: both are
+    booked meanwhile. At most `WINDOW_NBYTES` are on their way out; whoever sends more waits for the first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from hetero.io.engine import Engine, Request
+from hetero.io.operation import finish
+from hetero.io.scratch import Extent, ScratchStore
+from hetero.memory.device import Device, Event
+from hetero.memory.ledger import Ledger
+
+Policy = Literal["keep", "cpu", "disk", "auto"]
+ACTIVATIONS = "activations"
+LARGE_NBYTES = 64 << 10
+"""What is smaller leaves only when room is short: a request costs more than it frees."""
+WINDOW_NBYTES = 64 << 20
+"""At most so much is on its way out, and so much on its way back, at one time."""
+
+
+class _Version(Protocol):
+    def check(self) -> None: ...
+
+
+class Memory:
+    """The bytes of one storage that autograd saved, however many saved tensors look at it.
+
+    `tier` is where they are for good; `incoming` the place they are on their way to: a host copy with its event, an
+    extent with its write, or first-tier memory with its copy or read.
+    """
+
+    __slots__ = ("arrival", "extent", "incoming", "key", "nbytes", "num_refs", "target", "tensor", "tier")
+
+    def __init__(self, tensor: Tensor, key: int, tier: str) -> None:
+        self.tensor: Tensor | None = tensor
+        self.key, self.nbytes, self.tier = key, tensor.numel(), tier
+        self.num_refs = 0
+        self.extent: Extent | None = None
+        self.target: str | None = None
+        self.incoming: Tensor | None = None
+        self.arrival: Event | Future[int] | None = None
+
+
+class Activation:
+    """One saved tensor: a view of a `Memory`."""
+
+    __slots__ = ("_dtype", "_memory", "_offset", "_shape", "_store", "_stride", "_version")
+
+    def __init__(self, store: ActivationStore, memory: Memory, tensor: Tensor, version: _Version) -> None:
+        self._store, self._memory, self._version = store, memory, version
+        self._shape, self._stride, self._dtype = tensor.shape, tensor.stride(), tensor.dtype
+        self._offset = tensor.storage_offset()
+        memory.num_refs += 1
+
+    def unpack(self) -> Tensor:
+        """The tensor, in first-tier memory. Blocks while its bytes come back."""
+        self._version.check()
+        base = self._store.fetch(self._memory)
+        empty = torch.empty(0, dtype=self._dtype, device=base.device)
+        return empty.set_(base.untyped_storage(), self._offset, self._shape, self._stride)
+
+    def __del__(self) -> None:
+        self._store.dropped.append(self._memory)  # it may run anywhere, even inside a lock of ours: only note it
+
+
+class ActivationStore:
+    """Counts what autograd saved, and moves it. Used by one thread at a time.
+
+    `policy`: "keep" never moves anything; "cpu" and "disk" move what is large as soon as it is saved; "auto" moves what
+    there is no room for. `reserve(tier, holder, nbytes)` books in the ledger, and makes room or raises OutOfMemoryError.
+    Engine, device, ledger and store are the caller's and outlive this.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        device: Device,
+        engine: Engine,
+        ledger: Ledger,
+        store: ScratchStore | None,
+        reserve: Callable[[str, str, int], None],
+    ) -> None:
+        self.policy = policy
+        self.dropped: deque[Memory] = deque()
+        self.out_nbytes = 0
+        self.back_nbytes = 0
+        self._device, self._engine, self._ledger, self._store = device, engine, ledger, store
+        self._reserve = reserve
+        self._first = "gpu" if device.has_gpu_tier else "cpu"
+        self._memories: dict[int, Memory] = {}  # by id, oldest first
+        self._by_key: dict[int, Memory] = {}  # by storage, while it is in the first tier
+        self._leaving: deque[Memory] = deque()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the first tier that saved tensors hold."""
+        return self._ledger.holders(self._first).get(ACTIVATIONS, 0)
+
+    def add(self, tensor: Tensor, version: _Version) -> Activation:
+        """Count a saved tensor. Raises OutOfMemoryError when there is no room for it anywhere."""
+        self.collect()
+        storage = tensor.untyped_storage()
+        memory = self._by_key.get(storage._cdata)
+        if memory is None:
+            base = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            base.set_(storage, 0, (storage.nbytes(),), (1,))
+            self._reserve(self._first, ACTIVATIONS, storage.nbytes())
+            # Its storage lives as long as the entry, so the key cannot come to mean another.
+            memory = Memory(base, storage._cdata, self._first)
+            self._memories[id(memory)] = self._by_key[memory.key] = memory
+        activation = Activation(self, memory, tensor, version)
+        if self.policy in ("cpu", "disk") and memory.nbytes >= LARGE_NBYTES:
+            self._send(memory)
+        return activation
+
+    def make_room(self, nbytes: int) -> bool:
+        """Free `nbytes` of the first tier, oldest first. False: there was not so much that may leave."""
+        self.collect()
+        freed = 0
+        for memory in list(self._memories.values()):
+            if freed >= nbytes:
+                break
+            if memory.tier == self._first and (memory.target is not None or self._send(memory)):
+                freed += memory.nbytes
+        while self._leaving:
+            self._settle(self._leaving.popleft())
+        return freed >= nbytes
+
+    def fetch(self, memory: Memory) -> Tensor:
+        """The bytes in first-tier memory; starts bringing back those that will be needed next."""
+        self.collect()
+        if memory.tier != self._first and memory.target is None:
+            self._reserve(self._first, ACTIVATIONS, memory.nbytes)
+            self._bring(memory)
+        if memory.target is not None and memory.tier != self._first:
+            self._settle(memory)
+        self._prefetch(memory)
+        assert memory.tensor is not None
+        return memory.tensor
+
+    def collect(self) -> None:
+        """Forget what autograd has let go of."""
+        while self.dropped:
+            memory = self.dropped.popleft()
+            memory.num_refs -= 1
+            if memory.num_refs == 0:
+                self._forget(memory)
+
+    def close(self) -> None:
+        """Bring everything back that somebody may still need, whatever the budgets, and forget the rest."""
+        self.collect()
+        for memory in list(self._memories.values()):
+            if memory.target is not None:
+                self._settle(memory)
+            if memory.tier != self._first:
+                self._bring(memory)
+                self._settle(memory)
+        self._memories.clear()
+        self._by_key.clear()
+
+    # -- moving -------------------------------------------------------------------------------------------------------
+
+    def _send(self, memory: Memory) -> bool:
+        """Start to move a storage out of the first tier. False: there is nowhere to go."""
+        if self.policy == "keep" or memory.target is not None or memory.tier != self._first:
+            return False
+        assert memory.tensor is not None
+        goes_to_cpu = self._first == "gpu" and self.policy != "disk" and self._ledger.can_take("cpu", memory.nbytes)
+        if goes_to_cpu:
+            self._ledger.take("cpu", ACTIVATIONS, memory.nbytes)
+            memory.incoming = self._host(memory.nbytes)
+            memory.arrival = self._to_host(memory, memory.incoming)
+            memory.target = "cpu"
+        elif self._store is not None and self._store.can_allocate(memory.nbytes):
+            memory.extent = self._store.allocate(memory.nbytes, holder=ACTIVATIONS)
+            memory.arrival = self._to_disk(memory)
+            memory.target = "disk"
+        else:
+            return False
+        self.out_nbytes += memory.nbytes
+        self._leaving.append(memory)
+        while sum(m.nbytes for m in self._leaving) > WINDOW_NBYTES:
+            self._settle(self._leaving.popleft())
+        return True
+
+    def _to_host(self, memory: Memory, host: Tensor) -> Event:
+        assert memory.tensor is not None
+        where = memory.tensor.data_ptr()
+        self._device.adopt((where, memory.nbytes))
+        after = (self._device.record(),)
+        return self._device.copy(host.data_ptr(), where, memory.nbytes, to_device=False, after=after)
+
+    def _to_disk(self, memory: Memory) -> Future[int]:
+        assert self._store is not None and self._store.file is not None
+        assert memory.extent is not None and memory.tensor is not None
+        source = memory.tensor
+        if self._first == "gpu":
+            source = memory.incoming = self._host(memory.nbytes)  # passes through; smaller than a window, so not booked
+            self._to_host(memory, source).synchronize()
+        request = Request(self._store.file, memory.extent.offset, memory.nbytes, source.data_ptr(), write=True)
+        return self._engine.submit([request])[0]
+
+    def _bring(self, memory: Memory) -> None:
+        """Start to move a storage back; the first tier's bytes are booked already."""
+        base = torch.empty(memory.nbytes, dtype=torch.uint8, device=self._device.torch_device)
+        memory.incoming, memory.target = base, self._first
+        self.back_nbytes += memory.nbytes
+        if memory.tier == "disk":
+            assert self._store is not None and self._store.file is not None and memory.extent is not None
+            host = base if self._first == "cpu" else self._host(memory.nbytes)
+            request = Request(self._store.file, memory.extent.offset, memory.nbytes, host.data_ptr())
+            future = self._engine.submit([request])[0]
+            memory.arrival = future
+            if self._first == "cpu":
+                return
+            finish([future])
+            memory.tensor = host  # until it has crossed the link
+        assert memory.tensor is not None
+        self._device.adopt((base.data_ptr(), memory.nbytes))
+        memory.arrival = self._device.copy(base.data_ptr(), memory.tensor.data_ptr(), memory.nbytes, to_device=True)
+
+    def _prefetch(self, memory: Memory) -> None:
+        room = WINDOW_NBYTES
+        older = list(self._memories.values())
+        for other in reversed(older[: next((i for i, m in enumerate(older) if m is memory), 0)]):
+            if other.tier == self._first:
+                continue
+            room -= other.nbytes
+            if room < 0:
+                return
+            if other.target is None:
+                if not self._ledger.can_take(self._first, other.nbytes):
+                    return
+                self._ledger.take(self._first, ACTIVATIONS, other.nbytes)
+                self._bring(other)
+
+    def _settle(self, memory: Memory) -> None:
+        """Wait until a storage on the move has arrived, and let go of its old place."""
+        arrival, target, before = memory.arrival, memory.target, memory.tier
+        if target is None:
+            return
+        if isinstance(arrival, Future):
+            try:
+                finish([arrival])
+            except BaseException:
+                self._stay(memory)
+                raise
+        elif arrival is not None:
+            arrival.synchronize()
+            if target == self._first:
+                self._device.wait(arrival)
+        if target == "disk":
+            memory.tensor = None
+        else:
+            memory.tensor = memory.incoming
+            if before == "disk":
+                self._free_extent(memory)
+        if self._by_key.get(memory.key) is memory:
+            del self._by_key[memory.key]
+        if before != "disk":
+            self._ledger.give(before, ACTIVATIONS, memory.nbytes)
+        memory.tier = target
+        memory.target = memory.incoming = memory.arrival = None
+
+    def _stay(self, memory: Memory) -> None:
+        """A move failed: the bytes are where they were."""
+        if memory.target == "disk":
+            self._free_extent(memory)
+        elif memory.target is not None:
+            self._ledger.give(memory.target, ACTIVATIONS, memory.nbytes)
+        memory.target = memory.incoming = memory.arrival = None
+
+    def _forget(self, memory: Memory) -> None:
+        if self._memories.pop(id(memory), None) is None:
+            return
+        if memory.target is not None:
+            if memory in self._leaving:
+                self._leaving.remove(memory)
+            self._settle(memory)  # the kernel or the link may still use its memory
+        if self._by_key.get(memory.key) is memory:
+            del self._by_key[memory.key]
+        if memory.tier == "disk":
+            self._free_extent(memory)
+        else:
+            self._ledger.give(memory.tier, ACTIVATIONS, memory.nbytes)
+        memory.tensor = None
+
+    def _free_extent(self, memory: Memory) -> None:
+        assert self._store is not None and memory.extent is not None
+        self._store.free(memory.extent)
+        memory.extent = None
+
+    def _host(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._device.torch_device.type == "cuda")

@@ -1,0 +1,171 @@
+"""What autograd keeps for backward, kept as little as can be: weights by reference, activations where there is room.
+
+Note [what a saved tensor becomes]
+    autograd saves storages, not names: `x @ w.t()` saves a view of the weight's slot. While a pass with gradients runs,
+    every tensor it saves passes `pack`:
+    - a view of a chunk, in a slot or at home: a `WeightRef` (chunk, offset, shape, stride, dtype). Backward leases the
+      chunk again, and the view it gets keeps the slot by its life;
+    - a cast copy of a weight (autocast): a `CastRef`, cast again in backward from the same bytes;
+    - a small tensor, a parameter or a buffer: itself, detached (returning the tensor itself would leak it when no
+      backward follows);
+    - anything else: an `Activation`, whose bytes the ledger counts and the store may move (activations.py).
+    Hooks switch torch's own in-place check off, so each of these checks the version counter, with torch's error.
+    A tensor packed under foreign hooks (save_on_cpu, non-reentrant checkpointing) never comes here: it then aliases a
+    slot, which is not reused as long as it lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hetero.memory.activations import Activation, ActivationStore
+from hetero.memory.weights import View, WeightChunk, view_bytes
+
+SMALL_NBYTES = 4096
+"""A saved tensor smaller than this is neither counted nor moved."""
+
+
+class Packed(Protocol):
+    """What autograd holds in the place of a tensor."""
+
+    def unpack(self) -> Tensor: ...
+
+
+class Version:
+    """A version counter without the memory: whether a tensor was changed in place since."""
+
+    __slots__ = ("_probe", "_then", "_what")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._then = tensor._version
+        self._what = f"{tensor.type()} {list(tensor.shape)}"
+        self._probe = tensor.detach()
+        self._probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # keeps the counter only
+
+    def check(self) -> None:
+        """Raise what torch raises."""
+        if self._probe._version != self._then:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{self._what}] is at version {self._probe._version}; expected version {self._then} instead"
+            )
+
+
+class Plain:
+    """A tensor that stays where it is."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor.detach()
+        self._version = Version(tensor)
+
+    def unpack(self) -> Tensor:
+        self._version.check()
+        return self._tensor
+
+
+class WeightRef:
+    """A view of a chunk, wherever the chunk is."""
+
+    __slots__ = ("_chunk", "_dtype", "_leases", "_offset", "_shape", "_stride", "_version")
+
+    def __init__(self, chunk: WeightChunk, offset: int, tensor: Tensor, leases: Leases) -> None:
+        self._chunk, self._offset, self._leases = chunk, offset, leases
+        self._shape, self._stride, self._dtype = tensor.shape, tensor.stride(), tensor.dtype
+        self._version = Version(tensor)
+
+    def unpack(self) -> Tensor:
+        self._version.check()
+        return self._leases.view(
+            self._chunk, lambda base: view_bytes(base, self._offset, self._shape, self._stride, self._dtype)
+        )
+
+
+class CastRef:
+    """A weight in autocast's dtype."""
+
+    __slots__ = ("_chunk", "_dtype", "_is_transposed", "_leases", "_version", "_view")
+
+    def __init__(self, chunk: WeightChunk, view: View, tensor: Tensor, is_transposed: bool, leases: Leases) -> None:
+        self._chunk, self._view, self._leases = chunk, view, leases
+        self._dtype, self._is_transposed = tensor.dtype, is_transposed
+        self._version = Version(view.parameter)
+
+    def unpack(self) -> Tensor:
+        self._version.check()
+        view = self._view
+
+        def cast(base: Tensor) -> Tensor:
+            weight = view_bytes(base, view.offset, view.shape, view.stride, view.dtype)
+            with torch.no_grad(), torch.autocast(base.device.type, enabled=False):
+                return weight.to(self._dtype)
+
+        weight = self._leases.view(self._chunk, cast)
+        return weight.t() if self._is_transposed else weight
+
+
+class Leases(Protocol):
+    """Who answers for the chunks: the run."""
+
+    def view(self, chunk: WeightChunk, make: Callable[[Tensor], Tensor]) -> Tensor:
+        """`make(base)` of the chunk's bytes as uint8, leased meanwhile; what it returns may alias them for ever."""
+
+    def find(self, tensor: Tensor) -> tuple[WeightChunk, int] | None:
+        """The chunk that a tensor's storage belongs to, and the tensor's first byte in it."""
+
+    def computing(self) -> list[WeightChunk]:
+        """The chunks of the modules whose forward runs now."""
+
+    def is_persistent(self, tensor: Tensor) -> bool:
+        """Whether it is a parameter or a buffer of the model that never moves."""
+
+
+class SavedTensors:
+    """The pair of hooks. `leases` answers for weights, `activations` for everything else."""
+
+    def __init__(self, leases: Leases, activations: ActivationStore) -> None:
+        self._leases, self._activations = leases, activations
+
+    def pack(self, tensor: Tensor) -> Packed:
+        if type(tensor) is not Tensor and not isinstance(tensor, torch.nn.Parameter):
+            return Plain(tensor)
+        if tensor.layout is not torch.strided or tensor.numel() == 0:
+            return Plain(tensor)
+        found = self._leases.find(tensor)
+        if found is not None:
+            return WeightRef(*found, tensor, self._leases)
+        if tensor.numel() * tensor.element_size() < SMALL_NBYTES or self._leases.is_persistent(tensor):
+            return Plain(tensor)
+        if torch.is_autocast_enabled(tensor.device.type):
+            cast = self._cast_of(tensor)
+            if cast is not None:
+                return cast
+        return self._activations.add(tensor, Version(tensor))
+
+    @staticmethod
+    def unpack(packed: Packed | Activation) -> Tensor:
+        return packed.unpack()
+
+    def _cast_of(self, tensor: Tensor) -> CastRef | None:
+        """A weight of the running module, cast by autocast. Recognised by its bits, so it cannot be taken for another."""
+        if tensor.dtype != torch.get_autocast_dtype(tensor.device.type):
+            return None
+        with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
+            plain = tensor.detach()
+            for chunk in self._leases.computing():
+                for view in chunk.views:
+                    if view.dtype == tensor.dtype or view.parameter.numel() != plain.numel():
+                        continue
+                    weight = view.parameter.detach()
+                    for is_transposed in (False, True) if plain.dim() == 2 else (False,):
+                        same = plain.t() if is_transposed else plain
+                        if same.shape != weight.shape or same.stride() != weight.stride():
+                            continue
+                        if torch.equal(same, weight.to(tensor.dtype)):
+                            return CastRef(chunk, view, tensor, is_transposed, self._leases)
+        return None

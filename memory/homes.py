@@ -1,0 +1,160 @@
+"""Moving the homes of weight chunks between memory and the scratch file, booked in the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from hetero.io.engine import Engine, Request
+from hetero.io.operation import finish
+from hetero.io.scratch import ScratchStore
+from hetero.memory.device import ArenaLike, Device
+from hetero.memory.ledger import Ledger
+from hetero.memory.residency import MappedFile, alias
+from hetero.memory.weights import Place, WeightChunk
+
+WEIGHTS = "weights"
+
+
+class Homes:
+    """Owns the memory of homes that were moved; a chunk that never moved stays in the model's own memory.
+
+    `store` None: there is no disk tier. The engine, the device and the store are the caller's and outlive this. Not
+    thread-safe; `move` blocks. A chunk's parameters show its home all along, so an error in the middle leaves it where it
+    was.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[WeightChunk],
+        *,
+        device: Device,
+        engine: Engine,
+        ledger: Ledger,
+        store: ScratchStore | None,
+    ) -> None:
+        self.chunks = chunks
+        self._device, self._engine, self._ledger, self._store = device, engine, ledger, store
+        self._arenas: dict[int, ArenaLike] = {}
+        self._map: MappedFile | None = None
+        self.num_moves = 0
+        for chunk in chunks:
+            if store is not None:
+                chunk.extent = store.allocate(chunk.slot_nbytes, holder=WEIGHTS)
+            if device.has_gpu_tier and chunk.base.device.type == "cpu":
+                chunk.place = Place.CPU
+        if store is not None:
+            self._map = MappedFile(store.path, store.nbytes)
+
+    @property
+    def has_disk(self) -> bool:
+        return self._store is not None
+
+    def tier_of(self, place: Place) -> str:
+        """The ledger's name for a place."""
+        if place is Place.FIRST:
+            return "gpu" if self._device.has_gpu_tier else "cpu"
+        return place.value
+
+    def book(self, chunk: WeightChunk) -> None:
+        """Book a chunk where it is."""
+        self._ledger.take(self.tier_of(chunk.place), WEIGHTS, chunk.nbytes)
+
+    def move(self, chunk: WeightChunk, place: Place, *, is_booked: bool = True) -> None:
+        """Bring a chunk's home to `place`. Blocks. Raises OutOfMemoryError and IOEngineError with nothing changed.
+
+        No copy of the chunk may be in the making: the executor must have dropped it. `is_booked`: the ledger has it where
+        it is now.
+        """
+        if chunk.place is place:
+            return
+        before = chunk.place
+        if place is not Place.DISK:
+            self._ledger.take(self.tier_of(place), WEIGHTS, chunk.nbytes)
+        try:
+            base, arena = self._copy(chunk, place)
+        except BaseException:
+            if place is not Place.DISK:
+                self._ledger.give(self.tier_of(place), WEIGHTS, chunk.nbytes)
+            raise
+        old_arena = self._arenas.pop(chunk.chunk_id, None)
+        chunk.rehome(base, place)
+        self.num_moves += 1
+        if arena is not None:
+            self._arenas[chunk.chunk_id] = arena
+        if old_arena is not None:
+            old_arena.close()
+        if before is not Place.DISK and is_booked:
+            self._ledger.give(self.tier_of(before), WEIGHTS, chunk.nbytes)
+
+    def _copy(self, chunk: WeightChunk, place: Place) -> tuple[Tensor, ArenaLike | None]:
+        """The chunk's bytes at a new place, and the arena they are in, if it is one of ours."""
+        if place is Place.DISK:
+            return self._write(chunk), None
+        if place is Place.FIRST and self._device.has_gpu_tier:
+            arena = self._device.allocate(chunk.slot_nbytes, name=chunk.name)
+            try:
+                where = arena.address + chunk.residue, chunk.nbytes
+                base = alias(*where, self._device.torch_device, _nothing, (arena.keeper,))
+                host = chunk.base if chunk.place is Place.CPU else self._read(chunk)
+                self._device.copy(base.data_ptr(), host.data_ptr(), chunk.nbytes, to_device=True).synchronize()
+            except BaseException:
+                arena.close()
+                raise
+            return base, arena
+        if chunk.place is Place.DISK:
+            return self._read(chunk), None
+        base = self._memory(chunk)
+        base.copy_(chunk.base)
+        return base, None
+
+    def _memory(self, chunk: WeightChunk) -> Tensor:
+        """RAM of torch's own with the chunk's address modulo 64."""
+        with torch.inference_mode(False):
+            whole = torch.empty(chunk.residue + chunk.nbytes + 63, dtype=torch.uint8)
+            start = (chunk.residue - whole.data_ptr()) % 64
+            return whole[start : start + chunk.nbytes] if start else whole[: chunk.nbytes]
+
+    def _read(self, chunk: WeightChunk) -> Tensor:
+        assert self._store is not None and self._store.file is not None and chunk.extent is not None
+        base = self._memory(chunk)
+        offset = chunk.extent.offset + chunk.residue
+        finish(self._engine.submit([Request(self._store.file, offset, chunk.nbytes, base.data_ptr())]))
+        return base
+
+    def _write(self, chunk: WeightChunk) -> Tensor:
+        assert self._store is not None and self._store.file is not None and chunk.extent is not None
+        assert self._map is not None
+        source = chunk.base if chunk.base.device.type == "cpu" else chunk.base.cpu()
+        offset = chunk.extent.offset + chunk.residue
+        finish(self._engine.submit([Request(self._store.file, offset, chunk.nbytes, source.data_ptr(), write=True)]))
+        return alias(self._map.address + offset, chunk.nbytes, torch.device("cpu"), _nothing, (self._map,))
+
+    def restore(self, progress: Callable[[int], None] | None = None) -> None:
+        """Give every chunk memory of the model's own again, whatever the budgets: the wrap ends."""
+        done_nbytes = 0
+        for chunk in self.chunks:
+            if chunk.place is Place.DISK:
+                base = self._read(chunk)
+            elif chunk.chunk_id in self._arenas:
+                base = self._memory(chunk)
+                base.copy_(chunk.base)
+            else:
+                base = chunk.base
+            if base is not chunk.base:
+                if chunk.place is not Place.DISK:
+                    self._ledger.give(self.tier_of(chunk.place), WEIGHTS, chunk.nbytes)
+                chunk.rehome(base, Place.FIRST)
+                arena = self._arenas.pop(chunk.chunk_id, None)
+                if arena is not None:
+                    arena.close()
+            done_nbytes += chunk.nbytes
+            if progress is not None:
+                progress(done_nbytes)
+        self._map = None
+
+
+def _nothing() -> None:
+    """These aliases keep their memory themselves."""

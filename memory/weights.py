@@ -1,0 +1,258 @@
+"""The weights of a living model as chunks: runs of bytes that parameters view, and where those bytes are now.
+
+Note [homes are memory]
+    Outside a lease a parameter shows its chunk's *home*: its own old memory, or the mapped scratch file. Both are plain
+    memory with the true bytes, true shape and true strides. So whoever reads or writes a parameter by any path (state_dict,
+    pickle, deepcopy, an optimizer nobody told us of, numpy, a view kept for years) reads and changes the truth, and
+    nothing has to be intercepted. Two rules keep it true:
+    1. Copies of a home exist only inside a pass; `Executor.restart` drops them at its ends.
+    2. What a forward writes to a leased slot is copied home when the lease ends (version counters, replaced `.data`).
+    Mapped pages and direct reads agree: before a direct read the kernel writes dirty pages of the range to the file, and
+    a direct write drops the range's clean ones.
+
+Note [one chunk, one run of bytes]
+    A chunk is a connected run of bytes of one storage; two parameters that overlap (tied by storage, views of one
+    buffer) are views of the same chunk. It keeps its address modulo 64 wherever it goes: the bits of fp32 matrix-vector
+    products depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from hetero.io.arena import PAGE_NBYTES, round_up
+from hetero.memory.chunk import Chunk, Extent, Segment
+
+ALIGNMENT_NBYTES = 64
+
+
+class Place(Enum):
+    """Where a chunk's home is."""
+
+    FIRST = "first"
+    """Memory of the tier that computes: its modules need no lease."""
+    CPU = "cpu"
+    """RAM, behind a gpu tier."""
+    DISK = "disk"
+    """An extent of the scratch file, mapped."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """How a parameter looks at its chunk. `offset` is in bytes, `stride` in elements."""
+
+    parameter: nn.Parameter
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class WeightChunk:
+    """One run of bytes and the parameters that view it.
+
+    `base` is the home as uint8, shape (nbytes,); `home` the parameters' views of it, in the order of `views`.
+    """
+
+    def __init__(self, chunk_id: int, name: str, base: Tensor, views: Sequence[View]) -> None:
+        self.chunk_id, self.name = chunk_id, name
+        self.base, self.views = base, list(views)
+        self.nbytes = base.numel()
+        self.residue = base.data_ptr() % ALIGNMENT_NBYTES
+        self.place = Place.FIRST
+        self.extent: Extent | None = None
+        self.num_open = 0
+        self.version = 0  # of the home that copies were made from
+        self.home = self.views_of(base)
+        self._bound: list[tuple[Tensor, int]] = []
+
+    @property
+    def slot_nbytes(self) -> int:
+        """Room for the bytes at their address modulo 64, in pages."""
+        return round_up(self.residue + self.nbytes, PAGE_NBYTES)
+
+    @property
+    def host_range(self) -> tuple[int, int]:
+        """What a copy to a slot takes: the bytes and what shares a 64-byte line with them, which is in the same page."""
+        return self.base.data_ptr() - self.residue, round_up(self.residue + self.nbytes, ALIGNMENT_NBYTES)
+
+    def chunk(self) -> Chunk:
+        """The chunk as the executor moves it. Its file range is that of the extent, if it has one."""
+        extent = self.extent
+        segments = (Segment(extent.path, extent.offset, self.slot_nbytes, 0),) if extent is not None else ()
+        return Chunk(self.chunk_id, self.name, self.slot_nbytes, self.slot_nbytes, segments, ())
+
+    def views_of(self, base: Tensor) -> list[Tensor]:
+        """The parameters' views of these bytes; each has a version counter of its own."""
+        with torch.inference_mode(False):
+            return [view_bytes(base, v.offset, v.shape, v.stride, v.dtype) for v in self.views]
+
+    def counter(self) -> int:
+        """Rises with every write to a parameter that torch can see."""
+        return sum(view.parameter._version for view in self.views)
+
+    def show_home(self) -> None:
+        _show(self.views, self.home)
+
+    def rehome(self, base: Tensor, place: Place) -> None:
+        """Make `base`, which holds the bytes already, the home. The old one dies with its last alias."""
+        home = self.views_of(base)
+        if self.num_open == 0:
+            _show(self.views, home)
+        self.base, self.home, self.place = base, home, place
+
+    def open(self, slot: Sequence[Tensor]) -> None:
+        """Show leased bytes. Leases nest."""
+        self.num_open += 1
+        if self.num_open == 1:
+            _show(self.views, slot)
+            self._bound = [(t, v.parameter._version) for t, v in zip(slot, self.views, strict=True)]
+
+    def close(self) -> None:
+        """End one `open`; what was written meanwhile goes home with the last."""
+        self.num_open -= 1
+        if self.num_open:
+            return
+        with torch.no_grad(), torch.inference_mode(False):
+            for view, (slot, version), home in zip(self.views, self._bound, self.home, strict=True):
+                parameter = view.parameter
+                is_other = parameter.data_ptr() != slot.data_ptr()
+                if is_other and not view_matches(parameter, view):
+                    continue  # another geometry: `adopt` lets it go at its next use
+                if is_other or parameter._version != version:
+                    home.copy_(parameter.data)
+                parameter.data = home
+        self._bound = []
+
+    def adopt(self) -> bool:
+        """Take in what a user has put in the place of a parameter's data. False: nothing is left of this chunk.
+
+        New values of the same geometry are copied home; a parameter that got another geometry (a `.to(dtype)`, a resize)
+        is the user's from then on.
+        """
+        if all(v.parameter.data_ptr() == h.data_ptr() and view_matches(v.parameter, v)
+               for v, h in zip(self.views, self.home, strict=True)):  # fmt: skip
+            return True
+        kept: list[View] = []
+        with torch.no_grad(), torch.inference_mode(False):
+            for view, home in zip(self.views, self.home, strict=True):
+                if not view_matches(view.parameter, view):
+                    continue
+                if view.parameter.data_ptr() != home.data_ptr():
+                    home.copy_(view.parameter.data)
+                    view.parameter.data = home
+                kept.append(view)
+        self.views = kept
+        self.home = self.views_of(self.base)
+        self.show_home()
+        return bool(kept)
+
+
+def view_matches(parameter: nn.Parameter, view: View) -> bool:
+    """Whether a parameter still has the geometry that it had."""
+    return (
+        type(parameter.data) is Tensor
+        and parameter.dtype == view.dtype
+        and parameter.shape == view.shape
+        and parameter.stride() == view.stride
+    )
+
+
+def view_bytes(
+    base: Tensor, offset: int, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    """A tensor over `base` (uint8, 1-D) from byte `offset` on, with a version counter of its own."""
+    start = base.storage_offset() + offset
+    assert start % dtype.itemsize == 0, f"{start} is not a multiple of {dtype.itemsize}"
+    empty = torch.empty(0, dtype=dtype, device=base.device)
+    return empty.set_(base.untyped_storage(), start // dtype.itemsize, tuple(shape), tuple(stride))
+
+
+def _show(views: Sequence[View], tensors: Sequence[Tensor]) -> None:
+    with torch.inference_mode(False):
+        for view, tensor in zip(views, tensors, strict=True):
+            view.parameter.data = tensor
+
+
+# -- finding them ------------------------------------------------------------------------------------------------------
+
+
+def find_chunks(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], device: torch.device, *, small_nbytes: int
+) -> list[WeightChunk]:
+    """The runs of bytes that may move, in the order of the parameters.
+
+    What is smaller than `small_nbytes`, has no bytes of its own on `device` (meta, sparse, a tensor subclass), or is
+    shared with another process, stays where it is.
+    """
+    spans: dict[int, list[tuple[int, int, str, nn.Parameter]]] = {}
+    seen: set[int] = set()
+    order: dict[int, int] = {}
+    for name, parameter in named_parameters:
+        if id(parameter) in seen or not _can_move(parameter, device):
+            continue
+        seen.add(id(parameter))
+        order[id(parameter)] = len(order)
+        start, end = span_of(parameter)
+        spans.setdefault(parameter.untyped_storage().data_ptr(), []).append((start, end, name, parameter))
+    runs: list[tuple[int, str, Tensor, list[View]]] = []
+    for members in spans.values():
+        for start, end, group in _connected(members):
+            name, first = group[0]
+            if end - start < small_nbytes:
+                continue
+            offsets = [span_of(parameter)[0] - start for _, parameter in group]
+            if any(o % p.element_size() for o, (_, p) in zip(offsets, group, strict=True)):
+                continue
+            empty = torch.empty(0, dtype=torch.uint8, device=device)
+            base = empty.set_(first.untyped_storage(), start, (end - start,), (1,))
+            if base.data_ptr() % ALIGNMENT_NBYTES % max(p.element_size() for _, p in group):
+                continue
+            views = [
+                View(parameter, offset, parameter.shape, parameter.stride(), parameter.dtype)
+                for offset, (_, parameter) in zip(offsets, group, strict=True)
+            ]
+            runs.append((min(order[id(parameter)] for _, parameter in group), name, base, views))
+    runs.sort(key=lambda run: run[0])
+    return [WeightChunk(i, name, base, views) for i, (_, name, base, views) in enumerate(runs)]
+
+
+def span_of(tensor: Tensor) -> tuple[int, int]:
+    """First byte and end of what a strided tensor covers of its storage."""
+    start = tensor.storage_offset() * tensor.element_size()
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (reach + 1) * tensor.element_size()
+
+
+def _can_move(parameter: nn.Parameter, device: torch.device) -> bool:
+    data = parameter.data
+    return (
+        type(data) is Tensor
+        and data.layout is torch.strided
+        and data.device == device
+        and data.numel() > 0
+        and not data.is_inference()
+        and not data.is_shared()
+        and not data.is_conj()
+        and not data.is_neg()
+    )
+
+
+def _connected(
+    members: list[tuple[int, int, str, nn.Parameter]],
+) -> list[tuple[int, int, list[tuple[str, nn.Parameter]]]]:
+    """Runs of overlapping spans of one storage."""
+    key: Callable[[tuple[int, int, str, nn.Parameter]], tuple[int, int]] = lambda member: member[:2]  # noqa: E731
+    runs: list[tuple[int, int, list[tuple[str, nn.Parameter]]]] = []
+    for start, end, name, parameter in sorted(members, key=key):
+        if runs and start < runs[-1][1]:
+            first, last, group = runs[-1]
+            runs[-1] = (first, max(last, end), [*group, (name, parameter)])
+        else:
+            runs.append((start, end, [(name, parameter)]))
+    return runs
