@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from contextlib import nullcontext
 from types import FrameType
 from typing import Any, Protocol
 
@@ -71,6 +72,17 @@ class PassHooks:
             handle.remove()
         self._handles = []
 
+    def watch(self) -> None:
+        """Instead of seeing every module, wait for a forward of the whole model with gradients on, then `install`."""
+        self.remove()
+        root = next(iter(self._members.values()))
+        self._handles = [root.register_forward_pre_hook(_Watch(self))]
+
+    def start(self, root: nn.Module, args: Any) -> None:
+        """Install, with the forward of the whole model under way."""
+        self.install()
+        self._before(root, args)
+
     def _before(self, module: nn.Module, args: Any) -> None:
         if self._members.get(id(module)) is not module or _is_transformed():
             return
@@ -121,6 +133,22 @@ class PassHooks:
         for _, lease in reversed(stack):
             self._listener.leave(lease)
         self._listener.end_pass(failed=True)
+
+
+class _Watch:
+    """The one hook that sits on the model, while there is nothing else to see. A copy or a pickle of it does
+    nothing."""
+
+    def __init__(self, hooks: PassHooks) -> None:
+        self._hooks = hooks
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not _is_transformed():
+            self._hooks.remove()
+            self._hooks.start(module, args)
+
+    def __reduce__(self) -> Any:
+        return getattr, (nullcontext(), "__exit__")  # takes anything, does nothing, and needs no hetero to be loaded
 
 
 def _is_transformed() -> bool:

@@ -11,7 +11,8 @@ from torch import nn
 
 from hetero.cpu_kernels.formats import format_for, row_nbytes
 from hetero.io.errors import UnsupportedError
-from hetero.memory.chunk import Chunk, Extent, Part, build_chunk, group_parts, split_rows
+from hetero.io.extent import Extent
+from hetero.memory.chunk import Chunk, Part, build_chunk, group_parts, split_rows
 from hetero.memory.plan_types import ChunkSpec, Moment, Trace
 from hetero.sources import ParamSource, Source
 

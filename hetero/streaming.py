@@ -17,6 +17,7 @@ from hetero.memory.chunk import align_up
 from hetero.memory.device import Device
 from hetero.memory.executor import Executor
 from hetero.memory.homes import Homes
+from hetero.memory.pipeline import InterruptedPassError
 from hetero.memory.plan_types import Plan
 from hetero.memory.ring import Ring
 from hetero.memory.schedule import Run
@@ -33,8 +34,8 @@ Observer = Callable[[str], None]
 class Streaming:
     """Owns homes, rings and the executor; everything else is the caller's and outlives it.
 
-    `own` are the chunks of each module's own parameters, by id of the module. A chunk whose home is in the first tier is
-    computed on where it is; others pass through the ring, which exists only while there are any.
+    `own` are the chunks of each module's own parameters, by id of the module. A chunk whose home is in the first tier
+    is computed on where it is; others pass through the ring, which exists only while there are any.
     """
 
     def __init__(
@@ -55,13 +56,16 @@ class Streaming:
         self._device, self._engine, self._store, self._ledger = device, engine, store, ledger
         by_parameter = {id(view.parameter): chunk for chunk in chunks for view in chunk.views}
         self.own = {
-            id(module): tuple(dict.fromkeys(by_parameter[id(p)] for p in parameters_of(module) if id(p) in by_parameter))
+            id(module): tuple(
+                dict.fromkeys(by_parameter[id(p)] for p in parameters_of(module) if id(p) in by_parameter)
+            )
             for module in model.modules()
         }
         self.ring_nbytes = min(_largest_moment(model, self.own), sum(chunk.slot_nbytes for chunk in chunks))
         self.staging_nbytes = max((chunk.slot_nbytes for chunk in chunks), default=0)
         self.homes = Homes(self.chunks, device=device, engine=engine, ledger=ledger, store=store)
         self._rings = ExitStack()
+        self._ring_sizes = 0, 0
         self._past_stats: list[ExecutorStats] = []
         self._slot_owners: dict[int, WeightChunk] = {}
         self._homes_at: dict[int, list[WeightChunk]] = {}
@@ -110,10 +114,13 @@ class Streaming:
                 if goals.get(chunk.chunk_id) is goal:
                     self.homes.move(chunk, goal)
         if self.streamed:
-            self.open_executor(plan.gpu_ring_nbytes if self.first == "gpu" else plan.cpu_ring_nbytes, plan.cpu_ring_nbytes)
+            self.open_executor(
+                plan.gpu_ring_nbytes if self.first == "gpu" else plan.cpu_ring_nbytes, plan.cpu_ring_nbytes
+            )
 
     def open_executor(self, ring_nbytes: int, staging_nbytes: int) -> None:
         """Allocate the rings and start the executor over them. Raises OutOfMemoryError with nothing left behind."""
+        self._ring_sizes = ring_nbytes, staging_nbytes
         rings: dict[str, Ring] = {}
         sizes = {self.first: ring_nbytes}
         if self.first == "gpu" and self.homes.has_disk:
@@ -153,6 +160,7 @@ class Streaming:
     def close_executor(self) -> None:
         if self.executor is not None:
             self.executor.close()
+            self._engine.quiesce()  # an interrupted executor no longer knows what still writes to its rings
             self._past_stats.append(self.executor.stats)
             self.executor = None
             self._device.synchronize()
@@ -180,18 +188,32 @@ class Streaming:
             return Place.CPU
         return Place.DISK if self.homes.has_disk else None
 
+    def _renew(self) -> None:
+        """Start over with an executor of the same rings."""
+        sizes = self._ring_sizes
+        self.close_executor()
+        for chunk in self.chunks:
+            chunk.forget_leases()
+        self.open_executor(*sizes)
+
     # -- leases -------------------------------------------------------------------------------------------------------
 
     def restart(self, runs: Sequence[Run]) -> None:
         """A pass begins (its order) or ends (nothing): until then and from then on, homes are the only copies."""
+        if self.executor is None:
+            return
+        try:
+            self.executor.check()
+        except InterruptedPassError:  # homes are whole: only the copies are lost
+            self._renew()
         if self.executor is not None:
             self.executor.restart(runs)
             for chunk in self.streamed:
                 chunk.version = chunk.counter()
 
     def lease(self, chunks: Sequence[WeightChunk]) -> Lease | None:
-        """Show the chunks' parameters leased bytes until `release`. None: there is no room for all of them at once, so the
-        module computes on the homes, which is right and slow."""
+        """Show the chunks' parameters leased bytes until `release`. None: there is no room for all of them at once,
+        so the module computes on the homes, which is right and slow."""
         executor = self.executor
         leased = tuple(chunk for chunk in chunks if chunk.place is not Place.FIRST and chunk.adopt())
         if executor is None or not leased or not all(self._is_fresh(chunk) for chunk in leased):
@@ -257,11 +279,11 @@ class Streaming:
         owner = self._slot_owners.get(address)
         if owner is not None:
             start -= owner.residue
-            return (owner, start) if 0 <= start and end - owner.residue <= owner.nbytes else None
+            return (owner, start) if start >= 0 and end - owner.residue <= owner.nbytes else None
         if self._num_moves_seen != self.homes.num_moves:
             self._index()
         for chunk in self._homes_at.get(address, ()):
-            first = chunk.base.storage_offset()
+            first = int(chunk.base.storage_offset())
             if first <= start and end <= first + chunk.nbytes:
                 return chunk, start - first
         return None

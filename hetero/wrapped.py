@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from functools import partial
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -46,10 +46,10 @@ _live: list[WrappedRun] = []  # until closed: a run must not end because nobody 
 class WrappedRun:
     """A model inside budgets, until `close`: idempotent, also by `with`, and at exit.
 
-    `model` is the caller's own module, in place. Outside a pass its parameters are plain tensors with their true values.
-    One thread at a time runs passes under management; a forward on another thread meanwhile computes on the homes.
-    The first iteration is the warm-up: it streams what does not fit and records; then the plan takes over, and is made
-    again when a phase is new or something did not fit.
+    `model` is the caller's own module, in place. Outside a pass its parameters are plain tensors with their true
+    values. One thread at a time runs passes under management; a forward on another thread meanwhile computes on the
+    homes. The first iteration is the warm-up: it streams what does not fit and records; then the plan takes over, and
+    is made again when a phase is new or something did not fit.
     """
 
     def __init__(
@@ -121,12 +121,14 @@ class WrappedRun:
             needs["cpu"] += self._others_nbytes + (min(total, streaming.ring_nbytes) if can_stream else total)
         if all(nbytes <= has[tier] for tier, nbytes in needs.items()):
             return
-        lines = [f"{tier}_memory is {has[tier]} bytes, it needs {need}" for tier, need in needs.items() if need > has[tier]]
+        lines = [
+            f"{tier}_memory is {has[tier]} bytes, it needs {need}" for tier, need in needs.items() if need > has[tier]
+        ]
         least = ", ".join(f"{tier}_memory={nbytes}" for tier, nbytes in sorted(needs.items()))
         advice = "" if can_stream else '; with disk="FOLDER" weights can go there'
         raise TooSmallError(
-            f"the budgets are too small for this model: {'; '.join(lines)}. The smallest that works for a forward pass is "
-            f"{least}{advice}",
+            f"the budgets are too small for this model: {'; '.join(lines)}. "
+            f"The smallest that works for a forward pass is {least}{advice}",
             needs,
         )
 
@@ -173,6 +175,7 @@ class WrappedRun:
             else:
                 self._end_phase(phase)
         self.streaming.restart(())
+        self._rest()
 
     def enter(self, module: nn.Module) -> Lease | None:
         chunks = self.streaming.own.get(id(module))
@@ -205,7 +208,7 @@ class WrappedRun:
         self._backward = (task, perf_counter())
         self.recorder.begin(BACKWARD)
         self.streaming.restart(self._runs(BACKWARD))
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
         if self._backward is None or self._is_closed:
@@ -214,6 +217,16 @@ class WrappedRun:
         self._backward = None
         self._end_phase(BACKWARD)
         self.streaming.restart(())
+        self._rest()
+
+    def _rest(self) -> None:
+        """When all weights are where they are computed on, see nothing any more of a phase that was seen whole."""
+        if self.streaming.streamed or self._is_due or not self._hooks.is_installed:
+            return
+        if self.num_passes[BACKWARD] or not self._trainable_nbytes:
+            self._hooks.remove()
+        elif self.num_passes[FORWARD]:
+            self._hooks.watch()
 
     def _runs(self, phase: str) -> list[Run]:
         streamed = {chunk.chunk_id for chunk in self.streaming.streamed}
@@ -279,7 +292,9 @@ class WrappedRun:
         if trace is None or not self.streaming.chunks:
             return
         streaming, first = self.streaming, self.streaming.first
-        specs = [ChunkSpec(chunk_id=c.chunk_id, nbytes=c.slot_nbytes, read_nbytes=c.slot_nbytes) for c in streaming.chunks]
+        specs = [
+            ChunkSpec(chunk_id=c.chunk_id, nbytes=c.slot_nbytes, read_nbytes=c.slot_nbytes) for c in streaming.chunks
+        ]
         held = {tier: self._held(tier) for tier in self.ledger.tiers()}
         held[first] += max(0, self._activation_peak - self.activations.nbytes)
         left = {tier: max(0, self.ledger.limit(tier) - held[tier]) for tier in held}
@@ -342,7 +357,9 @@ class WrappedRun:
         ledger = self.ledger
         return WrapStats(
             passes=dict(self.num_passes),
-            tiers={t: TierUse(ledger.used(t), ledger.peak(t), ledger.limit(t), ledger.holders(t)) for t in ledger.tiers()},
+            tiers={
+                t: TierUse(ledger.used(t), ledger.peak(t), ledger.limit(t), ledger.holders(t)) for t in ledger.tiers()
+            },
             disk_read_nbytes=engine.read_nbytes,
             disk_written_nbytes=engine.written_nbytes,
             gpu_link_nbytes=int(executor["copied_nbytes"]),
@@ -379,7 +396,7 @@ class WrappedRun:
         """Give the model its memory back, with the values it has now, and release everything. Blocks. Idempotent."""
         if self._is_closed:
             return
-        if self._hooks.is_inside or self._backward is not None and torch._C._current_graph_task_id() != -1:
+        if self._hooks.is_inside or (self._backward is not None and torch._C._current_graph_task_id() != -1):
             raise HeteroError("the model is in the middle of a pass: close the run after it")
         self._is_closed = True
         if self in _live:

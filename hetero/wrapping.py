@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import nn
 
+from hetero.io.arena import Arena
 from hetero.io.engine import Engine, Request
 from hetero.io.errors import ConfigError, UnsupportedError
 from hetero.io.operation import finish
@@ -91,7 +93,9 @@ def wrap(
 def _check(model: Any, activations: str) -> None:
     """Refuse what cannot be wrapped, by name, before anything is changed."""
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"hetero.wrap takes a torch.nn.Module, got {type(model).__name__}; for a checkpoint on disk use hetero.load")
+        raise ConfigError(
+            f"hetero.wrap takes a torch.nn.Module, got {type(model).__name__}; for a checkpoint on disk use hetero.load"
+        )
     if activations not in ACTIVATION_POLICIES:
         raise ConfigError(f'activations={activations!r} is not known; choose "keep", "cpu", "disk" or "auto"')
     name = wrapped_module_of(model)
@@ -100,16 +104,22 @@ def _check(model: Any, activations: str) -> None:
     for path, module in model.named_modules():
         where = path or type(model).__name__
         if isinstance(module, torch.jit.ScriptModule):
-            raise UnsupportedError(f"{where} is a scripted module, whose forward runs outside Python: wrap the module before torch.jit")
+            raise UnsupportedError(
+                f"{where} is a scripted module, whose forward runs outside Python: wrap the module before torch.jit"
+            )
         if type(module).__name__ in ("FullyShardedDataParallel", "DistributedDataParallel", "DataParallel"):
             raise UnsupportedError(f"{where} is a {type(module).__name__}: wrap the module inside it")
     for path, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
             raise UnsupportedError(f"{path} is not initialised yet: run one batch through the lazy module, then wrap")
         if type(tensor.data).__name__ == "DTensor":
-            raise UnsupportedError(f"{path} is a DTensor, sharded by torch.distributed: hetero moves plain tensors only")
+            raise UnsupportedError(
+                f"{path} is a DTensor, sharded by torch.distributed: hetero moves plain tensors only"
+            )
         if tensor.is_meta:
-            raise ConfigError(f"{path} is on meta and has no bytes: load weights first, or use hetero.load on the checkpoint")
+            raise ConfigError(
+                f"{path} is on meta and has no bytes: load weights first, or use hetero.load on the checkpoint"
+            )
 
 
 def _open_device(name: str, gpu_memory: int | str, link: int | str | None) -> Device:
@@ -120,9 +130,7 @@ def _open_device(name: str, gpu_memory: int | str, link: int | str | None) -> De
     return open_device(name, capacity_nbytes=capacity, bandwidth_bytes_per_s=rate)
 
 
-def _limits(
-    device: Device, name: str, gpu_memory: int | str, cpu_memory: int | str, model_nbytes: int
-) -> MemoryLimits:
+def _limits(device: Device, name: str, gpu_memory: int | str, cpu_memory: int | str, model_nbytes: int) -> MemoryLimits:
     """The model is in RAM already and counts in the budgets: it is no part of what others hold."""
     trim_heap()
     gpu = None
@@ -130,9 +138,7 @@ def _limits(
         free, total = device.memory_info()
         gpu = TierInfo(total_nbytes=total, available_nbytes=free, limit_source=device.name)
     found, baseline = detect_cpu(), process_baseline()
-    cpu = TierInfo(
-        found.total_nbytes, found.available_nbytes + model_nbytes, found.limit_source, found.is_ours_alone
-    )
+    cpu = TierInfo(found.total_nbytes, found.available_nbytes + model_nbytes, found.limit_source, found.is_ours_alone)
     rest = Baseline(max(0, baseline.anonymous_nbytes - model_nbytes), baseline.file_nbytes)
     limits = resolve_budgets(gpu_memory, cpu_memory, gpu=gpu, cpu=cpu, baseline=rest)
     if gpu is not None and limits.gpu is None:
@@ -180,16 +186,17 @@ def _links(device: Device, engine: Engine, store: ScratchStore | None, limits: M
 
 def _measure_store(engine: Engine, store: ScratchStore, limits: MemoryLimits) -> float:
     """Bytes per second of reading what was just written to the scratch file. Blocks for 0.1 s or so."""
-    from time import perf_counter
-
     nbytes = min(PROBE_NBYTES, store.nbytes, limits.cpu.nbytes // 4) // 4096 * 4096
     if nbytes == 0 or store.file is None:
         return float(1 << 30)
-    probe = torch.zeros(nbytes, dtype=torch.uint8)
-    finish(engine.submit([Request(store.file, 0, nbytes, probe.data_ptr(), write=True)]))
-    start = perf_counter()
-    finish(engine.submit([Request(store.file, 0, nbytes, probe.data_ptr())]))
-    return nbytes / (perf_counter() - start)
+    probe = Arena(nbytes, name="disk probe")
+    try:
+        finish(engine.submit([Request(store.file, 0, nbytes, probe.address, write=True)]))
+        start = perf_counter()
+        finish(engine.submit([Request(store.file, 0, nbytes, probe.address)]))
+        return nbytes / (perf_counter() - start)
+    finally:
+        probe.close()
 
 
 __all__ = ["wrap"]

@@ -316,6 +316,11 @@ class Engine:
         cpu_s = self._backend.cpu_s() + self._collector_cpu_s
         return EngineStats(self.backend_name, files, cpu_s, in_flight)
 
+    def quiesce(self) -> None:
+        """Block until nothing that was submitted is in flight any more, well or not. For whoever lost its futures."""
+        with self._close_lock:
+            self._await_operations()
+
     def close(self) -> None:
         """Cancel requests that have not started, wait for those that have, release threads, memory and descriptors.
 

@@ -12,23 +12,14 @@ import errno
 import os
 import threading
 import weakref
-from dataclasses import dataclass
 from pathlib import Path
 
 from hetero.io.arena import PAGE_NBYTES, round_up
 from hetero.io.engine import Engine, File
 from hetero.io.errors import ConfigError, HeteroError, OutOfMemoryError
+from hetero.io.extent import Extent
 from hetero.io.filesystem import filesystem_type, why_unfit_for_scratch
 from hetero.io.scratch_folder import RunFolder, sweep_stale
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """A run of bytes of the scratch file. Offset and nbytes are multiples of 4096."""
-
-    path: Path
-    offset: int
-    nbytes: int
 
 
 class FreeList:
@@ -121,7 +112,8 @@ class ScratchStore:
             return round_up(nbytes, PAGE_NBYTES) <= self._free_list.largest_nbytes
 
     def allocate(self, nbytes: int, *, holder: str) -> Extent:
-        """Give out an extent of at least `nbytes`, rounded up to pages. Its bytes are zero or left over from before.
+        """Give out an extent of at least `nbytes`; its offset and size are multiples of 4096. Its bytes are zero or
+        left over from before.
 
         `holder` names what it is for, in error messages. Raises OutOfMemoryError(tier="disk") past the budget.
         """

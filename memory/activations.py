@@ -1,8 +1,8 @@
 """Tensors that autograd saved, where there is room for them: first tier, cpu, disk.
 
 Note [last saved, first needed]
-    Backward asks for them in the reverse order of saving. So when room is short the oldest leaves first, and when one is
-    asked for, those saved before it are fetched, as far as there is room.
+    Backward asks for them in the reverse order of saving. So when room is short the oldest leaves first, and when one
+    is asked for, those saved before it are fetched, as far as there is room.
 
 Note [on the move]
     A storage that leaves keeps its memory until its bytes have arrived, and one that comes back its old place: both are
@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from hetero.io.engine import Engine, Request
+from hetero.io.extent import Extent
 from hetero.io.operation import finish
-from hetero.io.scratch import Extent, ScratchStore
+from hetero.io.scratch import ScratchStore
 from hetero.memory.device import Device, Event
 from hetero.memory.ledger import Ledger
 
@@ -82,8 +83,8 @@ class ActivationStore:
     """Counts what autograd saved, and moves it. Used by one thread at a time.
 
     `policy`: "keep" never moves anything; "cpu" and "disk" move what is large as soon as it is saved; "auto" moves what
-    there is no room for. `reserve(tier, holder, nbytes)` books in the ledger, and makes room or raises OutOfMemoryError.
-    Engine, device, ledger and store are the caller's and outlive this.
+    there is no room for. `reserve(tier, holder, nbytes)` books in the ledger, and makes room or raises
+    OutOfMemoryError. Engine, device, ledger and store are the caller's and outlive this.
     """
 
     def __init__(

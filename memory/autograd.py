@@ -16,7 +16,7 @@ Note [what a saved tensor becomes]
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -118,7 +118,7 @@ class Leases(Protocol):
     def find(self, tensor: Tensor) -> tuple[WeightChunk, int] | None:
         """The chunk that a tensor's storage belongs to, and the tensor's first byte in it."""
 
-    def computing(self) -> list[WeightChunk]:
+    def computing(self) -> Sequence[WeightChunk]:
         """The chunks of the modules whose forward runs now."""
 
     def is_persistent(self, tensor: Tensor) -> bool:
@@ -152,7 +152,8 @@ class SavedTensors:
         return packed.unpack()
 
     def _cast_of(self, tensor: Tensor) -> CastRef | None:
-        """A weight of the running module, cast by autocast. Recognised by its bits, so it cannot be taken for another."""
+        """A weight of the running module, cast by autocast. Recognised by its bits, so it cannot be taken for
+        another."""
         if tensor.dtype != torch.get_autocast_dtype(tensor.device.type):
             return None
         with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hetero.io.extent import Extent
+
 PAGE_NBYTES = 4096
 STACK_ALIGNMENT_NBYTES = 64
 MERGE_GAP_NBYTES = 64 << 10  # reading a gap this small costs less than another request
@@ -25,19 +27,6 @@ def align_down(value: int, alignment: int = PAGE_NBYTES) -> int:
 
 def align_up(value: int, alignment: int = PAGE_NBYTES) -> int:
     return -(-value // alignment) * alignment
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """A byte range of a file."""
-
-    path: Path
-    offset: int
-    nbytes: int
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.nbytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,6 +194,9 @@ class AcceleratorDevice:
         src_tensor = alias(src, nbytes, src_device, _nothing)
         return self._streams[to_device].copy(dst_tensor, src_tensor, after, on_done)
 
+    def adopt(self, where: Range) -> None:
+        return
+
     def record(self, uses: Sequence[Range] = ()) -> Event:
         event: Event = _new_event(self._runtime, self.torch_device)
         self._runtime.current_stream(self.torch_device).record_event(event)

@@ -131,7 +131,7 @@ class Executor(Pipeline):
             self._pump()
 
     def restart(self, schedule: Sequence[Run]) -> None:
-        """Drop whatever was read ahead, and prefetch in this order from its start; with an empty one, stop prefetching.
+        """Drop whatever was read ahead, and prefetch in this order from its start to its end, once; an empty one stops.
 
         For weights that can change: between passes their homes are the only copies.
         """
@@ -143,6 +143,7 @@ class Executor(Pipeline):
                 self._abandon_staged(staged)
             self._schedule = Schedule(schedule)
             self._next = self._next_read = self._schedule.first_index_after(self._next)
+            self._stop_at = self._next + len(schedule)
             self._is_started = bool(schedule)
             self._drain()
             self._pump()
@@ -241,6 +242,8 @@ class Executor(Pipeline):
     def _summon(self, chunk_id: int) -> Residency:
         """Bring a chunk that has no residency: the next in line, one further down the schedule, or a surprise."""
         distance = self._schedule.distance(chunk_id, self._next)
+        if distance is not None and not self._is_ahead(self._next + distance):
+            distance = None
         if distance is None or distance > max(1, len(self._schedule) // 2):
             self.stats.num_demands += 1
             self._urgent = Run(chunk_id, LAST_USE_UNKNOWN)

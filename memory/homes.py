@@ -22,8 +22,8 @@ class Homes:
     """Owns the memory of homes that were moved; a chunk that never moved stays in the model's own memory.
 
     `store` None: there is no disk tier. The engine, the device and the store are the caller's and outlive this. Not
-    thread-safe; `move` blocks. A chunk's parameters show its home all along, so an error in the middle leaves it where it
-    was.
+    thread-safe; `move` blocks. A chunk's parameters show its home all along, so an error in the middle leaves it
+    where it was.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Homes:
         """The ledger's name for a place."""
         if place is Place.FIRST:
             return "gpu" if self._device.has_gpu_tier else "cpu"
-        return place.value
+        return str(place.value)
 
     def book(self, chunk: WeightChunk) -> None:
         """Book a chunk where it is."""
@@ -65,8 +65,8 @@ class Homes:
     def move(self, chunk: WeightChunk, place: Place, *, is_booked: bool = True) -> None:
         """Bring a chunk's home to `place`. Blocks. Raises OutOfMemoryError and IOEngineError with nothing changed.
 
-        No copy of the chunk may be in the making: the executor must have dropped it. `is_booked`: the ledger has it where
-        it is now.
+        No copy of the chunk may be in the making: the executor must have dropped it. `is_booked`: the ledger has it
+        where it is now.
         """
         if chunk.place is place:
             return

@@ -53,8 +53,9 @@ class Pipeline:
 
     It owns no memory and no thread: `first` and `staging` are address ranges of arenas that outlive it, the engine and
     the device are the caller's. `resident` and `host` say where static residents lie (chunk id -> address, and for
-    `host` how many bytes of it to copy); their bytes must have been loaded before the first lease. Aliases hold `keepers` (those of the arenas), so that a view that
-    somebody keeps never dangles. `close` ends prefetching and waits for what is in flight.
+    `host` how many bytes of it to copy); their bytes must have been loaded before the first lease. Aliases hold
+    `keepers` (those of the arenas), so that a view that somebody keeps never dangles. `close` ends prefetching and
+    waits for what is in flight.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Pipeline:
         self._urgent: Run | None = None
         self._next = 0  # schedule index that gets space in the first ring next
         self._next_read = 0  # schedule index whose disk read into staging starts next
+        self._stop_at: int | None = None  # schedule index at which prefetching ends; None: it goes on for ever
         self._position = -1  # schedule index of the last streamed chunk that was leased
         self._operator = 0  # ident of the thread inside an operation
         self._is_started = False
@@ -254,11 +256,13 @@ class Pipeline:
                     return False
                 index, run = URGENT, self._urgent
                 break
-            if len(self._schedule) and self._needs_staging(self._schedule[self._next].chunk_id):
+            if self._is_ahead(self._next) and self._needs_staging(self._schedule[self._next].chunk_id):
                 # The next in line comes first, also when the copy that was staged for it served a surprise.
                 self._next_read = self._next
             self._next_read = max(self._next_read, self._next)
             if not self._is_started or self._next_read >= self._next + len(self._schedule):
+                return False
+            if self._stop_at is not None and self._next_read >= self._stop_at:
                 return False
             index, run = self._next_read, self._schedule[self._next_read]
             if run.chunk_id not in self._host and index not in self._staged:
@@ -347,9 +351,13 @@ class Pipeline:
         if self._urgent is not None:
             # Its index is the model's place, so that it is passed over next and nothing prefetched is.
             return max(0, self._position), None if self._urgent.chunk_id in self._live else self._urgent
-        if not self._is_started or not len(self._schedule):
+        if not self._is_started or not self._is_ahead(index):
             return index, None
         return index, self._schedule[index]
+
+    def _is_ahead(self, index: int) -> bool:
+        """Whether the schedule goes on to `index`."""
+        return len(self._schedule) > 0 and (self._stop_at is None or index < self._stop_at)
 
     def _advance(self, index: int) -> None:
         if self._urgent is None:

@@ -2,13 +2,13 @@
 
 Note [homes are memory]
     Outside a lease a parameter shows its chunk's *home*: its own old memory, or the mapped scratch file. Both are plain
-    memory with the true bytes, true shape and true strides. So whoever reads or writes a parameter by any path (state_dict,
-    pickle, deepcopy, an optimizer nobody told us of, numpy, a view kept for years) reads and changes the truth, and
-    nothing has to be intercepted. Two rules keep it true:
+    memory with the true bytes, true shape and true strides. So whoever reads or writes a parameter by any path
+    (state_dict, pickle, deepcopy, an optimizer nobody told us of, numpy, a view kept for years) reads and changes the
+    truth, and nothing has to be intercepted. Two rules keep it true:
     1. Copies of a home exist only inside a pass; `Executor.restart` drops them at its ends.
     2. What a forward writes to a leased slot is copied home when the lease ends (version counters, replaced `.data`).
-    Mapped pages and direct reads agree: before a direct read the kernel writes dirty pages of the range to the file, and
-    a direct write drops the range's clean ones.
+    Mapped pages and direct reads agree: before a direct read the kernel writes dirty pages of the range to the file,
+    and a direct write drops the range's clean ones.
 
 Note [one chunk, one run of bytes]
     A chunk is a connected run of bytes of one storage; two parameters that overlap (tied by storage, views of one
@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from hetero.io.arena import PAGE_NBYTES, round_up
-from hetero.memory.chunk import Chunk, Extent, Segment
+from hetero.io.extent import Extent
+from hetero.memory.chunk import Chunk, Segment
 
 ALIGNMENT_NBYTES = 64
 
@@ -78,7 +79,8 @@ class WeightChunk:
 
     @property
     def host_range(self) -> tuple[int, int]:
-        """What a copy to a slot takes: the bytes and what shares a 64-byte line with them, which is in the same page."""
+        """What a copy to a slot takes: the bytes and what shares a 64-byte line with them, which is in the same
+        page."""
         return self.base.data_ptr() - self.residue, round_up(self.residue + self.nbytes, ALIGNMENT_NBYTES)
 
     def chunk(self) -> Chunk:
@@ -129,11 +131,18 @@ class WeightChunk:
                 parameter.data = home
         self._bound = []
 
+    def forget_leases(self) -> None:
+        """Show the home: the leases are gone. What an interrupted forward wrote to a slot is gone with them."""
+        if self.num_open:
+            self.num_open = 0
+            self._bound = []
+            self.show_home()
+
     def adopt(self) -> bool:
         """Take in what a user has put in the place of a parameter's data. False: nothing is left of this chunk.
 
-        New values of the same geometry are copied home; a parameter that got another geometry (a `.to(dtype)`, a resize)
-        is the user's from then on.
+        New values of the same geometry are copied home; a parameter that got another geometry (a `.to(dtype)`, a
+        resize) is the user's from then on.
         """
         if all(v.parameter.data_ptr() == h.data_ptr() and view_matches(v.parameter, v)
                for v, h in zip(self.views, self.home, strict=True)):  # fmt: skip
@@ -163,9 +172,7 @@ def view_matches(parameter: nn.Parameter, view: View) -> bool:
     )
 
 
-def view_bytes(
-    base: Tensor, offset: int, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
-) -> Tensor:
+def view_bytes(base: Tensor, offset: int, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A tensor over `base` (uint8, 1-D) from byte `offset` on, with a version counter of its own."""
     start = base.storage_offset() + offset
     assert start % dtype.itemsize == 0, f"{start} is not a multiple of {dtype.itemsize}"
@@ -224,7 +231,7 @@ def find_chunks(
 
 def span_of(tensor: Tensor) -> tuple[int, int]:
     """First byte and end of what a strided tensor covers of its storage."""
-    start = tensor.storage_offset() * tensor.element_size()
+    start = int(tensor.storage_offset()) * tensor.element_size()
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (reach + 1) * tensor.element_size()
 
@@ -237,7 +244,7 @@ def _can_move(parameter: nn.Parameter, device: torch.device) -> bool:
         and data.device == device
         and data.numel() > 0
         and not data.is_inference()
-        and not data.is_shared()
+        and not data.untyped_storage().is_shared()
         and not data.is_conj()
         and not data.is_neg()
     )

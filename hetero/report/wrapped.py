@@ -22,8 +22,8 @@ class TierShare:
 class WrapPlan:
     """Where the weights are and what one iteration should cost.
 
-    `state` is "warm-up" until the first iteration has been recorded, then "planned". Traffic is per iteration (a forward,
-    and its backward when gradients are on), in bytes of slots; times are None during the warm-up.
+    `state` is "warm-up" until the first iteration has been recorded, then "planned". Traffic is per iteration (a
+    forward, and its backward when gradients are on), in bytes of slots; times are None during the warm-up.
     """
 
     state: str
@@ -45,8 +45,9 @@ class WrapPlan:
         lines = [f"{self.state}: {self.num_streamed} of {self.num_chunks} chunks stream"]
         for tier, share in self.tiers.items():
             lines.append(
-                f"  {tier:<5} weights {format_size(share.weights_nbytes):>10}, ring {format_size(share.ring_nbytes):>10}, "
-                f"other {format_size(share.other_nbytes):>10} of {format_size(share.limit_nbytes)}"
+                f"  {tier:<5} weights {format_size(share.weights_nbytes):>10}, "
+                f"ring {format_size(share.ring_nbytes):>10}, other {format_size(share.other_nbytes):>10} "
+                f"of {format_size(share.limit_nbytes)}"
             )
         lines.append(
             f"  per iteration: {format_size(self.disk_nbytes)} from disk"

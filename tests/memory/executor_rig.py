@@ -12,7 +12,8 @@ import torch
 
 from hetero.io.arena import Arena
 from hetero.io.engine import Engine
-from hetero.memory.chunk import Chunk, Extent, Part, build_chunk
+from hetero.io.extent import Extent
+from hetero.memory.chunk import Chunk, Part, build_chunk
 from hetero.memory.device import CpuDevice, Device
 from hetero.memory.executor import Executor
 from hetero.memory.loader import ResidentLoader
@@ -122,7 +123,7 @@ def rig(
         first=first,
         staging=staging,
         resident=in_first,
-        host=in_host,
+        host={i: (address, chunks[i].nbytes) for i, address in in_host.items()},
         schedule=[Run(i, 1) for i in streamed] if schedule is None else schedule,
     )
     try:

@@ -181,7 +181,9 @@ def executor_in(world: World, plan: Plan, specs: Sequence[ChunkSpec], trace: Tra
         first=Ring(FIRST_ADDRESS, ring_nbytes),
         staging=Ring(STAGING_ADDRESS, plan.cpu_ring_nbytes) if has_gpu else None,
         resident=dict.fromkeys(first_ids, 0),
-        host=dict.fromkeys(plan.cpu_resident, 0) if has_gpu else {},
+        host={spec.chunk_id: (0, spec.nbytes) for spec in specs if spec.chunk_id in plan.cpu_resident}
+        if has_gpu
+        else {},
         schedule=runs_of([moment.chunk_ids for moment in trace.moments], set(plan.schedule)),
     )
     executor._changed = VirtualCondition(world, executor._lock)
