@@ -7,6 +7,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from types import TracebackType
@@ -18,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hetero.hooks import PassHooks
 from hetero.io.engine import Engine
-from hetero.io.errors import HeteroError
+from hetero.io.errors import HeteroError, UnsupportedError
 from hetero.io.scratch import ScratchStore
 from hetero.memory.activations import ACTIVATIONS, ActivationStore, Policy
 from hetero.memory.autograd import SavedTensors
@@ -77,6 +78,7 @@ class WrappedRun:
         self._in_backward: list[bool] = []
         self._backward: tuple[int, float] | None = None
         self._saved_hooks: list[saved_tensors_hooks | None] = []
+        self._planned_ids: set[int] = set()
         self._activation_peak = 0
         self._spans: deque[Span] = deque(maxlen=NUM_SPANS_KEPT)
         self._names = {id(module): path or type(module).__name__ for path, module in model.named_modules()}
@@ -103,6 +105,9 @@ class WrappedRun:
             with resources:
                 self.streaming.close(lambda _: None)
             raise
+        self._others = others if device.torch_device.type != "cpu" else []
+        for tensor in self._others:
+            tensor.data = tensor.data.to(device.torch_device)
         self.plan = self._describe(None)
         self._hooks = PassHooks(model, self)
         self._hooks.install()
@@ -191,6 +196,11 @@ class WrappedRun:
             self.streaming.release(lease)
 
     def _begin_training(self) -> None:
+        if self._device.torch_device.type != "cpu":
+            raise UnsupportedError(
+                f"gradients of streamed weights on {self._device.torch_device} are not supported yet: run the forward "
+                'under torch.no_grad(), or train with device="cpu"'
+            )
         if GRADIENTS not in self.ledger.holders(self.streaming.first) and self._trainable_nbytes:
             self._reserve(self.streaming.first, GRADIENTS, self._trainable_nbytes)
         tensors = [*self.model.parameters(), *self.model.buffers()]
@@ -198,8 +208,13 @@ class WrappedRun:
 
     def _end_phase(self, phase: str) -> None:
         self.num_passes[phase] += 1
-        if self.recorder.end() and phase != TRAIN:
-            self._is_due = True  # a new order: first seen, or changed
+        if not self.recorder.end() or (phase == TRAIN and self._trainable_nbytes):  # its backward says the rest
+            return
+        # Another order is followed at once; only chunks that the plan has never seen used make a new one.
+        used = {chunk_id for order in self._orders() for chunk_ids in order for chunk_id in chunk_ids}
+        if self.num_passes[phase] == 1 or used - self._planned_ids:
+            self._planned_ids |= used
+            self._is_due = True
 
     def _begin_backward(self) -> None:
         task = torch._C._current_graph_task_id()
@@ -298,8 +313,9 @@ class WrappedRun:
         held = {tier: self._held(tier) for tier in self.ledger.tiers()}
         held[first] += max(0, self._activation_peak - self.activations.nbytes)
         left = {tier: max(0, self.ledger.limit(tier) - held[tier]) for tier in held}
-        if not streaming.homes.has_disk and first == "cpu":
-            return  # everything is where it was
+        if all(chunk.place is Place.FIRST for chunk in streaming.chunks):
+            self.plan = replace(self._describe(None), state="planned")
+            return
         budgets = Budgets(left["gpu"] if first == "gpu" else None, left["cpu"])
         try:
             plan = make_plan(specs, trace, budgets, self.links)
@@ -315,6 +331,11 @@ class WrappedRun:
             return self.recorder.trace(FORWARD) or parts[0]
         return Trace("iteration", parts[0].moments + parts[1].moments)
 
+    def _orders(self) -> list[list[tuple[int, ...]]]:
+        """The chunks of each moment of an iteration, per phase: of training if there was any, else of a forward."""
+        phases = [phase for phase in (TRAIN, BACKWARD) if self.recorder.num_passes(phase)] or [FORWARD]
+        return [self.recorder.order(phase) for phase in phases if self.recorder.num_passes(phase)]
+
     def _held(self, tier: str) -> int:
         """What is neither weights nor ring."""
         return sum(n for holder, n in self.ledger.holders(tier).items() if holder not in (WEIGHTS, RING))
@@ -326,12 +347,9 @@ class WrappedRun:
             held = self.ledger.holders(tier)
             placed = sum(c.nbytes for c in streaming.chunks if homes.tier_of(c.place) == tier)
             shares[tier] = TierShare(self.ledger.limit(tier), placed, held.get(RING, 0), self._held(tier))
-        orders = [self.recorder.order(phase) for phase in (TRAIN, BACKWARD) if self.recorder.num_passes(phase)]
-        if not orders and self.recorder.num_passes(FORWARD):
-            orders = [self.recorder.order(FORWARD)]
         by_id = {chunk.chunk_id: chunk for chunk in streaming.chunks}
         streamed = frozenset(chunk.chunk_id for chunk in streaming.streamed)
-        stays = [by_id[use.chunk_id] for order in orders for use in uses_of(order, streamed)]
+        stays = [by_id[use.chunk_id] for order in self._orders() for use in uses_of(order, streamed)]
         prediction = plan.prediction if plan is not None else None
         return WrapPlan(
             state="planned" if plan is not None else "warm-up",
@@ -407,6 +425,8 @@ class WrappedRun:
                 self.activations.close()
             finally:
                 self.streaming.close(self._tell("giving the model its memory back"))
+                for tensor in self._others:
+                    tensor.data = tensor.data.cpu()
 
     def __enter__(self) -> Self:
         return self

@@ -116,6 +116,10 @@ def _check(model: Any, activations: str) -> None:
             raise UnsupportedError(
                 f"{path} is a DTensor, sharded by torch.distributed: hetero moves plain tensors only"
             )
+        if tensor.device.type not in ("cpu", "meta"):
+            raise ConfigError(
+                f"{path} is on {tensor.device}: move the model to the CPU first; hetero brings weights from there"
+            )
         if tensor.is_meta:
             raise ConfigError(
                 f"{path} is on meta and has no bytes: load weights first, or use hetero.load on the checkpoint"
