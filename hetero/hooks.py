@@ -56,6 +56,11 @@ class PassHooks:
         return bool(self._stack) and self._thread == threading.get_ident()
 
     @property
+    def is_busy(self) -> bool:
+        """Whether any thread is inside a pass."""
+        return bool(self._stack) and not self._is_over()
+
+    @property
     def current(self) -> nn.Module | None:
         """The innermost module of the pass."""
         return self._stack[-1][0] if self._stack else None

@@ -215,7 +215,7 @@ class Streaming:
         """Show the chunks' parameters leased bytes until `release`. None: there is no room for all of them at once,
         so the module computes on the homes, which is right and slow."""
         executor = self.executor
-        leased = tuple(chunk for chunk in chunks if chunk.place is not Place.FIRST and chunk.adopt())
+        leased = tuple(chunk for chunk in chunks if chunk.place is not Place.FIRST and self._adopt(chunk))
         if executor is None or not leased or not all(self._is_fresh(chunk) for chunk in leased):
             return None
         ids = tuple(chunk.chunk_id for chunk in leased)
@@ -261,6 +261,13 @@ class Streaming:
         finally:
             del entry
             executor.release((chunk.chunk_id,))
+
+    def _adopt(self, chunk: WeightChunk) -> bool:
+        num_views = len(chunk.views)
+        is_left = chunk.adopt()
+        if len(chunk.views) != num_views and self.executor is not None:
+            self.executor.drop(chunk.chunk_id)  # it has views of what is no longer there
+        return is_left
 
     def _is_fresh(self, chunk: WeightChunk) -> bool:
         """Whether copies made since the last restart are those of today's home; old ones are dropped if they can be."""

@@ -146,12 +146,20 @@ class WrappedRun:
 
         return tell
 
+    @property
+    def is_watching(self) -> bool:
+        """Whether a hook of ours runs in a forward; False when all weights are where they are computed on."""
+        return self._hooks.is_installed
+
     # -- passes (what PassHooks tells) --------------------------------------------------------------------------------
 
     def begin_pass(self, *, in_backward: bool) -> None:
         has_grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         if not in_backward:
             self._backward = None  # also one that raised
+            self._in_backward.clear()  # also a pass that was interrupted
+            while self._saved_hooks:
+                self._pop_hooks()
             self.activations.collect()
             if has_grad:
                 self._begin_training()
@@ -161,6 +169,8 @@ class WrappedRun:
             self._pass = (phase, perf_counter())
             self.recorder.begin(phase)
             self.streaming.restart(self._runs(phase))
+        else:
+            self._begin_backward()
         self._in_backward.append(in_backward)
         self._push_hooks() if has_grad else self._saved_hooks.append(None)
 
@@ -214,7 +224,10 @@ class WrappedRun:
         used = {chunk_id for order in self._orders() for chunk_ids in order for chunk_id in chunk_ids}
         if self.num_passes[phase] == 1 or used - self._planned_ids:
             self._planned_ids |= used
-            self._is_due = True
+            if self.streaming.streamed:
+                self._is_due = True
+            else:
+                self.plan = replace(self._describe(None), state="planned")
 
     def _begin_backward(self) -> None:
         task = torch._C._current_graph_task_id()
@@ -304,7 +317,7 @@ class WrappedRun:
         """Place the weights by what was recorded. Between passes."""
         self._is_due = False
         trace = self._trace()
-        if trace is None or not self.streaming.chunks:
+        if trace is None or not self.streaming.streamed:
             return
         streaming, first = self.streaming, self.streaming.first
         specs = [
@@ -313,9 +326,6 @@ class WrappedRun:
         held = {tier: self._held(tier) for tier in self.ledger.tiers()}
         held[first] += max(0, self._activation_peak - self.activations.nbytes)
         left = {tier: max(0, self.ledger.limit(tier) - held[tier]) for tier in held}
-        if all(chunk.place is Place.FIRST for chunk in streaming.chunks):
-            self.plan = replace(self._describe(None), state="planned")
-            return
         budgets = Budgets(left["gpu"] if first == "gpu" else None, left["cpu"])
         try:
             plan = make_plan(specs, trace, budgets, self.links)
@@ -414,7 +424,7 @@ class WrappedRun:
         """Give the model its memory back, with the values it has now, and release everything. Blocks. Idempotent."""
         if self._is_closed:
             return
-        if self._hooks.is_inside or (self._backward is not None and torch._C._current_graph_task_id() != -1):
+        if self._hooks.is_busy or torch._C._current_graph_task_id() != -1:
             raise HeteroError("the model is in the middle of a pass: close the run after it")
         self._is_closed = True
         if self in _live:

@@ -38,34 +38,38 @@ class Packed(Protocol):
 class Version:
     """A version counter without the memory: whether a tensor was changed in place since."""
 
-    __slots__ = ("_probe", "_then", "_what")
+    __slots__ = ("_probe", "_then")
 
     def __init__(self, tensor: Tensor) -> None:
         self._then = tensor._version
-        self._what = f"{tensor.type()} {list(tensor.shape)}"
         self._probe = tensor.detach()
         self._probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # keeps the counter only
 
     def check(self) -> None:
         """Raise what torch raises."""
         if self._probe._version != self._then:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self._what}] is at version {self._probe._version}; expected version {self._then} instead"
-            )
+            raise _modified(self._probe, self._probe._version, self._then)
+
+
+def _modified(tensor: Tensor, now: int, then: int) -> RuntimeError:
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{tensor.type()}] is at version {now}; expected version {then} instead"
+    )
 
 
 class Plain:
     """A tensor that stays where it is."""
 
-    __slots__ = ("_tensor", "_version")
+    __slots__ = ("_tensor", "_then")
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor.detach()
-        self._version = Version(tensor)
+        self._tensor = tensor.detach()  # shares the version counter
+        self._then = tensor._version
 
     def unpack(self) -> Tensor:
-        self._version.check()
+        if self._tensor._version != self._then:
+            raise _modified(self._tensor, self._tensor._version, self._then)
         return self._tensor
 
 
