@@ -79,7 +79,7 @@ class WrappedRun:
         self._backward: tuple[int, float] | None = None
         self._saved_hooks: list[saved_tensors_hooks | None] = []
         self._planned_ids: set[int] = set()
-        self._activation_peak = 0
+        self._activation_peaks: dict[str, int] = {}
         self._spans: deque[Span] = deque(maxlen=NUM_SPANS_KEPT)
         self._names = {id(module): path or type(module).__name__ for path, module in model.named_modules()}
         moving = {id(view.parameter) for chunk in chunks for view in chunk.views}
@@ -311,7 +311,9 @@ class WrappedRun:
             self._note_peak()
 
     def _note_peak(self) -> None:
-        self._activation_peak = max(self._activation_peak, self.activations.nbytes)
+        for tier in self.ledger.tiers():
+            now = self.ledger.holders(tier).get(ACTIVATIONS, 0)
+            self._activation_peaks[tier] = max(self._activation_peaks.get(tier, 0), now)
 
     def _make_plan(self) -> None:
         """Place the weights by what was recorded. Between passes."""
@@ -324,7 +326,6 @@ class WrappedRun:
             ChunkSpec(chunk_id=c.chunk_id, nbytes=c.slot_nbytes, read_nbytes=c.slot_nbytes) for c in streaming.chunks
         ]
         held = {tier: self._held(tier) for tier in self.ledger.tiers()}
-        held[first] += max(0, self._activation_peak - self.activations.nbytes)
         left = {tier: max(0, self.ledger.limit(tier) - held[tier]) for tier in held}
         budgets = Budgets(left["gpu"] if first == "gpu" else None, left["cpu"])
         try:
@@ -347,8 +348,10 @@ class WrappedRun:
         return [self.recorder.order(phase) for phase in phases if self.recorder.num_passes(phase)]
 
     def _held(self, tier: str) -> int:
-        """What is neither weights nor ring."""
-        return sum(n for holder, n in self.ledger.holders(tier).items() if holder not in (WEIGHTS, RING))
+        """What is neither weights nor ring, with saved activations at their peak."""
+        held = self.ledger.holders(tier)
+        others = sum(n for holder, n in held.items() if holder not in (WEIGHTS, RING, ACTIVATIONS))
+        return others + max(held.get(ACTIVATIONS, 0), self._activation_peaks.get(tier, 0))
 
     def _describe(self, plan: Plan | None) -> WrapPlan:
         streaming, homes = self.streaming, self.streaming.homes
@@ -366,7 +369,7 @@ class WrappedRun:
             num_chunks=len(streaming.chunks),
             num_streamed=len(streamed),
             tiers=shares,
-            activations_nbytes=self._activation_peak,
+            activations_nbytes=self._activation_peaks.get(streaming.first, 0),
             disk_nbytes=sum(c.slot_nbytes for c in stays if c.place is Place.DISK),
             gpu_link_nbytes=sum(
                 c.host_range[1] if c.place is Place.CPU else c.slot_nbytes for c in stays

@@ -10,12 +10,17 @@ from hetero.memory.sizes import format_size
 
 @dataclass(frozen=True, slots=True)
 class TierShare:
-    """Bytes of one tier: its limit, the weights whose home it is, the ring, everything else that is reserved."""
+    """Bytes of one tier: its limit, the weights whose home it is, the ring, and the peak of everything else."""
 
     limit_nbytes: int
     weights_nbytes: int
     ring_nbytes: int
     other_nbytes: int
+
+    @property
+    def peak_nbytes(self) -> int:
+        """What the tier should hold at most."""
+        return self.weights_nbytes + self.ring_nbytes + self.other_nbytes
 
 
 @dataclass(frozen=True, slots=True)
