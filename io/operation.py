@@ -53,6 +53,9 @@ class Operation:
             self.error = IOEngineError(request.file.path, request.offset, request.nbytes, error_number, detail)
 
 
+_kept: list[object] = []  # by `finish`
+
+
 def judge_short(operation: Operation) -> None:
     """A short transfer is an error unless it stopped at the end of the file, less than a page before the request's."""
     end = operation.short_end
@@ -82,16 +85,28 @@ def resolve(operations: Sequence[Operation]) -> None:
             operation.future.set_result(operation.transferred_nbytes)
 
 
-def finish(futures: Sequence[Future[int]]) -> None:
+def finish(futures: Sequence[Future[int]], *, memory: object = None) -> None:
     """Wait for every request, then raise the first error. Also when the wait itself is interrupted nothing is in
-    flight afterwards: the caller may give the memory up."""
+    flight afterwards: the caller may give the memory up. Except to a disk that does not answer: `memory`, which need
+    not be named if it is an arena's, is then kept for ever (engine.py, Note [stuck disk])."""
     try:
         _settle(futures)
     except BaseException:
         give_up(futures)
         raise
+    finally:
+        if memory is not None and any(timed_out(future) for future in futures):
+            _kept.append(memory)
     for future in futures:
         future.result()
+
+
+def timed_out(future: Future[int]) -> bool:
+    """Whether the request was given up, so that the kernel may still carry it out."""
+    if not future.done() or future.cancelled():
+        return False
+    error = future.exception()
+    return isinstance(error, IOEngineError) and error.errno == errno.ETIMEDOUT
 
 
 def give_up(futures: Sequence[Future[int]]) -> None:

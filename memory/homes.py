@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hetero.io.engine import Engine, Request
+from hetero.io.errors import IOEngineError
 from hetero.io.operation import finish
 from hetero.io.scratch import ScratchStore
 from hetero.memory.device import ArenaLike, Device
@@ -16,6 +17,7 @@ from hetero.memory.residency import MappedFile, alias
 from hetero.memory.weights import Place, WeightChunk
 
 WEIGHTS = "weights"
+_nothing = [].clear  # aliases of homes keep their memory themselves; C code, so that no interrupt is lost in it
 
 
 class Homes:
@@ -70,6 +72,7 @@ class Homes:
         """
         if chunk.place is place:
             return
+        chunk.adopt()
         before = chunk.place
         if place is not Place.DISK:
             self._ledger.take(self.tier_of(place), WEIGHTS, chunk.nbytes)
@@ -121,7 +124,7 @@ class Homes:
         assert self._store is not None and self._store.file is not None and chunk.extent is not None
         base = self._memory(chunk)
         offset = chunk.extent.offset + chunk.residue
-        finish(self._engine.submit([Request(self._store.file, offset, chunk.nbytes, base.data_ptr())]))
+        self._transfer(Request(self._store.file, offset, chunk.nbytes, base.data_ptr()), base)
         return base
 
     def _write(self, chunk: WeightChunk) -> Tensor:
@@ -129,32 +132,48 @@ class Homes:
         assert self._map is not None
         source = chunk.base if chunk.base.device.type == "cpu" else chunk.base.cpu()
         offset = chunk.extent.offset + chunk.residue
-        finish(self._engine.submit([Request(self._store.file, offset, chunk.nbytes, source.data_ptr(), write=True)]))
+        self._transfer(Request(self._store.file, offset, chunk.nbytes, source.data_ptr(), write=True), source)
         return alias(self._map.address + offset, chunk.nbytes, torch.device("cpu"), _nothing, (self._map,))
 
+    def _transfer(self, request: Request, memory: Tensor) -> None:
+        try:
+            finish(self._engine.submit([request]), memory=memory)
+        except Exception:
+            raise
+        except BaseException:
+            self._engine.quiesce()  # an interrupt may have hit before we had the future, and the memory goes now
+            raise
+
     def restore(self, progress: Callable[[int], None] | None = None) -> None:
-        """Give every chunk memory of the model's own again, whatever the budgets: the wrap ends."""
+        """Give every chunk memory of the model's own again, whatever the budgets: the wrap ends.
+
+        A chunk whose read fails stays where it is, and its first error is raised when the others are restored.
+        """
+        first_error: IOEngineError | None = None
         done_nbytes = 0
         for chunk in self.chunks:
-            if chunk.place is Place.DISK:
-                base = self._read(chunk)
-            elif chunk.chunk_id in self._arenas:
-                base = self._memory(chunk)
-                base.copy_(chunk.base)
-            else:
-                base = chunk.base
-            if base is not chunk.base:
-                if chunk.place is not Place.DISK:
-                    self._ledger.give(self.tier_of(chunk.place), WEIGHTS, chunk.nbytes)
-                chunk.rehome(base, Place.FIRST)
-                arena = self._arenas.pop(chunk.chunk_id, None)
-                if arena is not None:
-                    arena.close()
+            try:
+                self._restore(chunk)
+            except IOEngineError as error:
+                first_error = first_error or error
             done_nbytes += chunk.nbytes
             if progress is not None:
                 progress(done_nbytes)
         self._map = None
+        if first_error is not None:
+            raise first_error
 
-
-def _nothing() -> None:
-    """These aliases keep their memory themselves."""
+    def _restore(self, chunk: WeightChunk) -> None:
+        chunk.adopt()
+        if chunk.place is Place.DISK:
+            base = self._read(chunk)
+        elif chunk.chunk_id in self._arenas:
+            base = self._memory(chunk)
+            base.copy_(chunk.base)
+            self._ledger.give(self.tier_of(chunk.place), WEIGHTS, chunk.nbytes)
+        else:
+            return
+        chunk.rehome(base, Place.FIRST)
+        arena = self._arenas.pop(chunk.chunk_id, None)
+        if arena is not None:
+            arena.close()

@@ -142,11 +142,11 @@ class WeightChunk:
         """Take in what a user has put in the place of a parameter's data. False: nothing is left of this chunk.
 
         New values of the same geometry are copied home; a parameter that got another geometry (a `.to(dtype)`, a
-        resize) is the user's from then on.
+        resize) is the user's from then on. Inside a lease it is `close` that takes them in.
         """
-        if all(v.parameter.data_ptr() == h.data_ptr() and view_matches(v.parameter, v)
-               for v, h in zip(self.views, self.home, strict=True)):  # fmt: skip
-            return True
+        if self.num_open or all(v.parameter.data_ptr() == h.data_ptr() and view_matches(v.parameter, v)
+                                for v, h in zip(self.views, self.home, strict=True)):  # fmt: skip
+            return bool(self.views)
         kept: list[View] = []
         with torch.no_grad(), torch.inference_mode(False):
             for view, home in zip(self.views, self.home, strict=True):
