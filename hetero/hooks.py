@@ -92,8 +92,8 @@ class PassHooks:
         if self._members.get(id(module)) is not module or _is_transformed():
             return
         if self._stack:
-            if self._is_over():
-                self.unwind()
+            if self._is_over():  # the listener finds out by itself that no `end_pass` came
+                self._stack.clear()
             elif self._thread != threading.get_ident():
                 return
         is_outermost = not self._stack
@@ -130,14 +130,6 @@ class PassHooks:
         except RuntimeError:  # it is executing
             return False
         return True
-
-    def unwind(self) -> None:
-        """Give up a pass that was interrupted."""
-        self._frame = None
-        stack, self._stack = self._stack, []
-        for _, lease in reversed(stack):
-            self._listener.leave(lease)
-        self._listener.end_pass(failed=True)
 
 
 class _Watch:

@@ -16,7 +16,7 @@ from hetero.memory.budget import Ledger
 from hetero.memory.chunk import align_up
 from hetero.memory.device import Device
 from hetero.memory.executor import Executor
-from hetero.memory.homes import Homes
+from hetero.memory.homes import WEIGHTS, Homes
 from hetero.memory.pipeline import InterruptedPassError
 from hetero.memory.plan_types import Plan
 from hetero.memory.ring import Ring
@@ -188,24 +188,29 @@ class Streaming:
             return Place.CPU
         return Place.DISK if self.homes.has_disk else None
 
-    def _renew(self) -> None:
-        """Start over with an executor of the same rings."""
-        sizes = self._ring_sizes
-        self.close_executor()
+    def recover(self) -> None:
+        """After an interrupt, between passes: homes are whole, so everything else is made anew. Blocks."""
+        executor, self.executor = self.executor, None
+        if executor is not None:
+            executor.close()
+        self._engine.quiesce()
+        self._device.synchronize()
         for chunk in self.chunks:
             chunk.forget_leases()
-        self.open_executor(*sizes)
+            chunk.adopt()
+        self._rings.close()
+        self._slot_owners.clear()
+        for tier in self._ledger.tiers():
+            self._ledger.correct(tier, RING, 0)
+            held = sum(chunk.nbytes for chunk in self.chunks if self.homes.tier_of(chunk.place) == tier)
+            self._ledger.correct(tier, WEIGHTS, held if tier != "disk" else 0)
+        if self.streamed:
+            self.open_executor(*self._ring_sizes)
 
     # -- leases -------------------------------------------------------------------------------------------------------
 
     def restart(self, runs: Sequence[Run]) -> None:
         """A pass begins (its order) or ends (nothing): until then and from then on, homes are the only copies."""
-        if self.executor is None:
-            return
-        try:
-            self.executor.check()
-        except InterruptedPassError:  # homes are whole: only the copies are lost
-            self._renew()
         if self.executor is not None:
             self.executor.restart(runs)
             for chunk in self.streamed:
@@ -221,7 +226,7 @@ class Streaming:
         ids = tuple(chunk.chunk_id for chunk in leased)
         try:
             entries = executor.acquire(ids)
-        except OutOfMemoryError:
+        except (OutOfMemoryError, InterruptedPassError):
             self.num_unleased += 1
             return None
         for chunk, entry in zip(leased, entries, strict=True):
@@ -252,7 +257,7 @@ class Streaming:
             return make(chunk.base)
         try:
             (entry,) = executor.acquire((chunk.chunk_id,))
-        except OutOfMemoryError:
+        except (OutOfMemoryError, InterruptedPassError):
             self.num_unleased += 1
             return make(chunk.base)
         try:

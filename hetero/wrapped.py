@@ -72,6 +72,7 @@ class WrappedRun:
         self._resources = resources
         self._is_closed = False
         self._is_due = False  # the plan, at the next pass
+        self._is_unsettled = False
         self.num_plans = 0
         self.num_passes = dict.fromkeys((FORWARD, TRAIN, BACKWARD), 0)
         self._pass: tuple[str, float] | None = None
@@ -156,10 +157,9 @@ class WrappedRun:
     def begin_pass(self, *, in_backward: bool) -> None:
         has_grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         if not in_backward:
-            self._backward = None  # also one that raised
-            self._in_backward.clear()  # also a pass that was interrupted
-            while self._saved_hooks:
-                self._pop_hooks()
+            if self._is_unsettled:
+                self._recover()
+            self._is_unsettled = True  # until the pass, and its backward, has ended
             self.activations.collect()
             if has_grad:
                 self._begin_training()
@@ -170,7 +170,7 @@ class WrappedRun:
             self.recorder.begin(phase)
             self.streaming.restart(self._runs(phase))
         else:
-            self._begin_backward()
+            self.begin_backward()
         self._in_backward.append(in_backward)
         self._push_hooks() if has_grad else self._saved_hooks.append(None)
 
@@ -190,6 +190,7 @@ class WrappedRun:
             else:
                 self._end_phase(phase)
         self.streaming.restart(())
+        self._is_unsettled = False
         self._rest()
 
     def enter(self, module: nn.Module) -> Lease | None:
@@ -204,6 +205,16 @@ class WrappedRun:
     def leave(self, lease: Lease | None) -> None:
         if lease is not None:
             self.streaming.release(lease)
+
+    def _recover(self) -> None:
+        """The last pass, or its backward, did not come to its end: torch tells nobody of a KeyboardInterrupt."""
+        self._pass = self._backward = None
+        self._in_backward.clear()
+        while self._saved_hooks:
+            self._pop_hooks()
+        self.recorder.abort()
+        self.streaming.recover()
+        self.activations.recover()
 
     def _begin_training(self) -> None:
         if self._device.torch_device.type != "cpu":
@@ -229,10 +240,11 @@ class WrappedRun:
             else:
                 self.plan = replace(self._describe(None), state="planned")
 
-    def _begin_backward(self) -> None:
+    def begin_backward(self) -> None:
         task = torch._C._current_graph_task_id()
-        if self._backward is not None or task == -1 or self._in_backward == [False]:
+        if self._backward is not None or task == -1 or self._in_backward == [False] or self._is_closed:
             return  # inside one, or outside any, or one that a forward itself runs
+        self._is_unsettled = True
         self._backward = (task, perf_counter())
         self.recorder.begin(BACKWARD)
         self.streaming.restart(self._runs(BACKWARD))
@@ -245,6 +257,7 @@ class WrappedRun:
         self._backward = None
         self._end_phase(BACKWARD)
         self.streaming.restart(())
+        self._is_unsettled = False
         self._rest()
 
     def _rest(self) -> None:
@@ -280,7 +293,6 @@ class WrappedRun:
     def view(self, chunk: WeightChunk, make: Callable[[Tensor], Tensor]) -> Tensor:
         if self._is_closed:
             return make(chunk.base)
-        self._begin_backward()
         self.recorder.request()
         tensor = self.streaming.view(chunk, make)
         self.recorder.grant(chunk.name, (chunk.chunk_id,))

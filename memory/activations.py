@@ -13,15 +13,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from hetero.io.engine import Engine, Request
+from hetero.io.errors import IOEngineError
 from hetero.io.extent import Extent
-from hetero.io.operation import finish
+from hetero.io.operation import finish, timed_out
 from hetero.io.scratch import ScratchStore
 from hetero.memory.device import Device, Event
 from hetero.memory.ledger import Ledger
@@ -82,8 +84,8 @@ class Activation:
 class ActivationStore:
     """Counts what autograd saved, and moves it. Used by one thread at a time.
 
-    `policy`: "keep" never moves anything; "cpu" and "disk" move what is large as soon as it is saved; "auto" moves what
-    there is no room for. `reserve(tier, holder, nbytes)` books in the ledger, and makes room or raises
+    `policy`: "keep" never moves anything; "cpu" (behind a gpu tier) and "disk" move what is large as soon as it is saved,
+    and else, as "auto" does, what there is no room for. `reserve(tier, holder, nbytes)` books in the ledger, and makes room or raises
     OutOfMemoryError. Engine, device, ledger and store are the caller's and outlive this.
     """
 
@@ -104,6 +106,8 @@ class ActivationStore:
         self._device, self._engine, self._ledger, self._store = device, engine, ledger, store
         self._reserve = reserve
         self._first = "gpu" if device.has_gpu_tier else "cpu"
+        self._leaves_at_once = policy == "disk" or (policy == "cpu" and device.has_gpu_tier)
+        self._is_closed = False
         self._memories: dict[int, Memory] = {}  # by id, oldest first
         self._by_key: dict[int, Memory] = {}  # by storage, while it is in the first tier
         self._leaving: deque[Memory] = deque()
@@ -126,7 +130,7 @@ class ActivationStore:
             memory = Memory(base, storage._cdata, self._first)
             self._memories[id(memory)] = self._by_key[memory.key] = memory
         activation = Activation(self, memory, tensor, version)
-        if self.policy in ("cpu", "disk") and memory.nbytes >= LARGE_NBYTES:
+        if self._leaves_at_once and memory.nbytes >= LARGE_NBYTES:
             self._send(memory)
         return activation
 
@@ -140,7 +144,7 @@ class ActivationStore:
             if memory.tier == self._first and (memory.target is not None or self._send(memory)):
                 freed += memory.nbytes
         while self._leaving:
-            self._settle(self._leaving.popleft())
+            self._settle(self._leaving[0])
         return freed >= nbytes
 
     def fetch(self, memory: Memory) -> Tensor:
@@ -163,17 +167,42 @@ class ActivationStore:
             if memory.num_refs == 0:
                 self._forget(memory)
 
-    def close(self) -> None:
-        """Bring everything back that somebody may still need, whatever the budgets, and forget the rest."""
-        self.collect()
-        for memory in list(self._memories.values()):
+    def recover(self) -> None:
+        """After an interrupt, with nothing in flight any more: what was on the move is where it was."""
+        self._leaving.clear()
+        for memory in self._memories.values():
             if memory.target is not None:
+                memory.target = memory.incoming = memory.arrival = None
+            if memory.extent is not None and memory.tier != "disk":
+                self._free_extent(memory)
+        self.collect()
+        for tier in self._ledger.tiers():
+            held = sum(memory.nbytes for memory in self._memories.values() if memory.tier == tier)
+            self._ledger.correct(tier, ACTIVATIONS, held if tier != "disk" else 0)
+
+    def close(self) -> None:
+        """Bring everything back that somebody may still need, whatever the budgets, and forget the rest. Blocks.
+
+        What cannot be read is lost, and the first error is raised when all else is back.
+        """
+        self.collect()
+        for tier in self._ledger.tiers():
+            self._ledger.give(tier, ACTIVATIONS, self._ledger.holders(tier).get(ACTIVATIONS, 0))
+        self._is_closed = True
+        first_error: IOEngineError | None = None
+        for memory in list(self._memories.values()):
+            try:
                 self._settle(memory)
-            if memory.tier != self._first:
-                self._bring(memory)
-                self._settle(memory)
+                if memory.tier != self._first:
+                    self._bring(memory)
+                    self._settle(memory)
+            except IOEngineError as error:
+                if memory.tier != self._first:
+                    first_error = first_error or error
         self._memories.clear()
         self._by_key.clear()
+        if first_error is not None:
+            raise first_error
 
     # -- moving -------------------------------------------------------------------------------------------------------
 
@@ -197,7 +226,7 @@ class ActivationStore:
         self.out_nbytes += memory.nbytes
         self._leaving.append(memory)
         while sum(m.nbytes for m in self._leaving) > WINDOW_NBYTES:
-            self._settle(self._leaving.popleft())
+            self._settle(self._leaving[0])
         return True
 
     def _to_host(self, memory: Memory, host: Tensor) -> Event:
@@ -219,22 +248,25 @@ class ActivationStore:
 
     def _bring(self, memory: Memory) -> None:
         """Start to move a storage back; the first tier's bytes are booked already."""
-        base = torch.empty(memory.nbytes, dtype=torch.uint8, device=self._device.torch_device)
-        memory.incoming, memory.target = base, self._first
+        try:
+            if memory.tier == "disk":
+                assert self._store is not None and self._store.file is not None and memory.extent is not None
+                memory.incoming = self._host(memory.nbytes)
+                where = self._store.file, memory.extent.offset, memory.nbytes, memory.incoming.data_ptr()
+                memory.arrival = self._engine.submit([Request(*where)])[0]
+            else:
+                assert memory.tensor is not None
+                memory.incoming, memory.arrival = self._to_first(memory.tensor)
+        except BaseException:
+            self._give(self._first, memory.nbytes)
+            raise
+        memory.target = self._first
         self.back_nbytes += memory.nbytes
-        if memory.tier == "disk":
-            assert self._store is not None and self._store.file is not None and memory.extent is not None
-            host = base if self._first == "cpu" else self._host(memory.nbytes)
-            request = Request(self._store.file, memory.extent.offset, memory.nbytes, host.data_ptr())
-            future = self._engine.submit([request])[0]
-            memory.arrival = future
-            if self._first == "cpu":
-                return
-            finish([future])
-            memory.tensor = host  # until it has crossed the link
-        assert memory.tensor is not None
-        self._device.adopt((base.data_ptr(), memory.nbytes))
-        memory.arrival = self._device.copy(base.data_ptr(), memory.tensor.data_ptr(), memory.nbytes, to_device=True)
+
+    def _to_first(self, host: Tensor) -> tuple[Tensor, Event]:
+        base = torch.empty(host.numel(), dtype=torch.uint8, device=self._device.torch_device)
+        self._device.adopt((base.data_ptr(), base.numel()))
+        return base, self._device.copy(base.data_ptr(), host.data_ptr(), host.numel(), to_device=True)
 
     def _prefetch(self, memory: Memory) -> None:
         room = WINDOW_NBYTES
@@ -256,13 +288,20 @@ class ActivationStore:
         arrival, target, before = memory.arrival, memory.target, memory.tier
         if target is None:
             return
+        if memory in self._leaving:
+            self._leaving.remove(memory)
         if isinstance(arrival, Future):
             try:
-                finish([arrival])
+                finish([arrival], memory=(memory.tensor, memory.incoming))
             except BaseException:
-                self._stay(memory)
+                self._stay(memory, is_stuck=timed_out(arrival))
                 raise
-        elif arrival is not None:
+            arrival = None
+            if target == "gpu":
+                host = memory.incoming
+                assert host is not None
+                memory.incoming, arrival = self._to_first(host)
+        if arrival is not None:
             arrival.synchronize()
             if target == self._first:
                 self._device.wait(arrival)
@@ -275,37 +314,43 @@ class ActivationStore:
         if self._by_key.get(memory.key) is memory:
             del self._by_key[memory.key]
         if before != "disk":
-            self._ledger.give(before, ACTIVATIONS, memory.nbytes)
+            self._give(before, memory.nbytes)
         memory.tier = target
         memory.target = memory.incoming = memory.arrival = None
 
-    def _stay(self, memory: Memory) -> None:
-        """A move failed: the bytes are where they were."""
+    def _stay(self, memory: Memory, *, is_stuck: bool) -> None:
+        """A move failed: the bytes are where they were. `is_stuck`: the kernel may still write to the extent."""
         if memory.target == "disk":
-            self._free_extent(memory)
+            if is_stuck:
+                memory.extent = None
+            else:
+                self._free_extent(memory)
         elif memory.target is not None:
-            self._ledger.give(memory.target, ACTIVATIONS, memory.nbytes)
+            self._give(memory.target, memory.nbytes)
         memory.target = memory.incoming = memory.arrival = None
 
     def _forget(self, memory: Memory) -> None:
         if self._memories.pop(id(memory), None) is None:
             return
         if memory.target is not None:
-            if memory in self._leaving:
-                self._leaving.remove(memory)
-            self._settle(memory)  # the kernel or the link may still use its memory
+            with suppress(IOEngineError, CancelledError):  # nobody wants the bytes any more
+                self._settle(memory)  # but the kernel or the link may still use their memory
         if self._by_key.get(memory.key) is memory:
             del self._by_key[memory.key]
         if memory.tier == "disk":
             self._free_extent(memory)
         else:
-            self._ledger.give(memory.tier, ACTIVATIONS, memory.nbytes)
+            self._give(memory.tier, memory.nbytes)
         memory.tensor = None
 
     def _free_extent(self, memory: Memory) -> None:
         assert self._store is not None and memory.extent is not None
         self._store.free(memory.extent)
         memory.extent = None
+
+    def _give(self, tier: str, nbytes: int) -> None:
+        if not self._is_closed:  # then nothing is booked any more
+            self._ledger.give(tier, ACTIVATIONS, nbytes)
 
     def _host(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._device.torch_device.type == "cuda")

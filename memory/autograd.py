@@ -116,6 +116,9 @@ class CastRef:
 class Leases(Protocol):
     """Who answers for the chunks: the run."""
 
+    def begin_backward(self) -> None:
+        """Something saved is asked for: the first time in a backward, that backward begins."""
+
     def view(self, chunk: WeightChunk, make: Callable[[Tensor], Tensor]) -> Tensor:
         """`make(base)` of the chunk's bytes as uint8, leased meanwhile; what it returns may alias them for ever."""
 
@@ -151,8 +154,8 @@ class SavedTensors:
                 return cast
         return self._activations.add(tensor, Version(tensor))
 
-    @staticmethod
-    def unpack(packed: Packed | Activation) -> Tensor:
+    def unpack(self, packed: Packed | Activation) -> Tensor:
+        self._leases.begin_backward()
         return packed.unpack()
 
     def _cast_of(self, tensor: Tensor) -> CastRef | None:

@@ -72,6 +72,19 @@ class Ledger:
                 account.holders.pop(holder, None)
             self._tell("give", tier, holder, nbytes)
 
+    def correct(self, tier: str, holder: str, nbytes: int) -> None:
+        """Set what a holder has, when an interrupt fell between memory and its booking. No limit is checked."""
+        with self._lock:
+            held = self._tiers[tier].holders.get(holder, 0)
+            if nbytes < held:
+                self.give(tier, holder, held - nbytes)
+            elif nbytes > held:
+                account = self._tiers[tier]
+                account.used_nbytes += nbytes - held
+                account.peak_nbytes = max(account.peak_nbytes, account.used_nbytes)
+                account.holders[holder] = nbytes
+                self._tell("take", tier, holder, nbytes - held)
+
     @contextmanager
     def hold(self, tier: str, holder: str, nbytes: int) -> Iterator[None]:
         """Take for the length of a `with` block (scratch, staging)."""

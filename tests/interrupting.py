@@ -12,6 +12,7 @@ from types import FrameType
 
 import torch
 
+import hetero
 from hetero.io import interrupts
 from hetero.memory import executor
 
@@ -19,6 +20,7 @@ from hetero.memory import executor
 OURS = tuple(
     str(file)
     for file in (
+        Path(hetero.__file__).parent,
         Path(interrupts.__file__ or "").parent,
         Path(executor.__file__ or "").parent,
         Path(futures.__file__ or "").parent,

@@ -1,0 +1,193 @@
+"""hetero.wrap beside plain torch: what it costs when everything fits, and what it hides when weights stream.
+
+    python benchmarks/wrap.py [--layers 12] [--hidden 768] [--pairs 30] [--workdir DIR] [--no-report]
+
+Overhead: one Llama of 100M+ parameters, plain and wrapped with budgets that hold it, in turn, forward and forward with
+backward. Overlap: the same training step on the emulated GPU over links of set speeds, beside the larger of its compute
+and its link time. Peak memory about 3 GB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import math
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from _report import machine_facts, markdown_table, public_command, report_path, versions, write_report
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hetero
+
+NUM_TOKENS = 32
+LINK_SHARES = (0.25, 0.5, 1.0, 2.0)
+"""Link time of a step, as a share of its compute time."""
+NUM_STEPS = 5
+
+
+def make_model(layers: int, hidden: int) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=hidden * 8 // 3,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 64,
+        vocab_size=16000,
+        tie_word_embeddings=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def forward(model: Any, ids: torch.Tensor) -> None:
+    with torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+
+
+def step(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    model.zero_grad()
+    loss: torch.Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    return loss.detach()
+
+
+def seconds(run: Callable[[], object]) -> float:
+    start = perf_counter()
+    run()
+    return perf_counter() - start
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """Geometric mean of ratios of pairs and its 95 % interval (normal approximation on the logarithms)."""
+    logs = [math.log(ratio) for ratio in ratios]
+    mean, half = statistics.fmean(logs), 1.96 * statistics.stdev(logs) / math.sqrt(len(logs))
+    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+
+
+def measure_overhead(model: Any, ids: torch.Tensor, num_pairs: int) -> list[tuple[str, ...]]:
+    plain = copy.deepcopy(model)
+    rows = []
+    with hetero.wrap(model, device="cpu") as run:
+        assert torch.equal(step(plain, ids), step(model, ids))
+        forward(model, ids)
+        assert run.plan.num_streamed == 0 and not run.is_watching
+        for name, work in (("forward", forward), ("forward and backward", step)):
+            ratios = []
+            for number in range(num_pairs + 2):
+                order = (plain, model) if number % 2 else (model, plain)
+                times = {id(which): seconds(lambda which=which, work=work: work(which, ids)) for which in order}
+                if number >= 2:
+                    ratios.append(times[id(model)] / times[id(plain)])
+            mean, low, high = interval(ratios)
+            rows.append((name, f"{mean:.4f}", f"{low:.4f} to {high:.4f}", str(num_pairs)))
+            print(f"{name:22} wrapped / plain {mean:.4f} ({low:.4f} to {high:.4f})", flush=True)
+    return rows
+
+
+def measure_overlap(model: Any, ids: torch.Tensor, workdir: Path) -> list[tuple[str, ...]]:
+    weight_nbytes = sum(p.nbytes for p in model.parameters())
+    gc.collect()
+    step(model, ids)
+    compute_s = min(seconds(lambda: step(model, ids)) for _ in range(3))
+    gpu_memory = weight_nbytes * 2  # gradients and half of the weights, and activations
+    rows = []
+    for share in LINK_SHARES:
+        link = int(weight_nbytes / (share * compute_s))
+        with hetero.wrap(
+            model, device="emulated", gpu_memory=gpu_memory, cpu_memory=weight_nbytes + (64 << 20), link=link
+        ) as run:
+            for _ in range(3):
+                step(model, ids)
+            before, start = run.stats(), perf_counter()
+            computes = []
+            for _ in range(NUM_STEPS):
+                step(model, ids)
+            wall_s = (perf_counter() - start) / NUM_STEPS
+            after = run.stats()
+            crossed = (after.gpu_link_nbytes - before.gpu_link_nbytes) / NUM_STEPS
+            planned, streamed = run.plan.gpu_link_nbytes, run.plan.num_streamed
+        for _ in range(3):
+            computes.append(seconds(lambda: step(model, ids)))
+        compute_s = statistics.median(computes)
+        link_s = crossed / link
+        bound_s = max(compute_s, link_s)
+        rows.append(
+            (
+                f"{link / 1e9:.2f}",
+                str(streamed),
+                f"{crossed / 1e6:.1f}",
+                "yes" if crossed == planned else f"no, {planned / 1e6:.1f}",
+                f"{compute_s * 1e3:.0f}",
+                f"{link_s * 1e3:.0f}",
+                f"{wall_s * 1e3:.0f}",
+                f"{wall_s / bound_s:.3f}",
+            )
+        )
+        print(
+            f"link {link / 1e9:.2f} GB/s: step {wall_s:.3f} s, compute {compute_s:.3f}, link {link_s:.3f}", flush=True
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--pairs", type=int, default=30, help="interleaved pairs per figure (default: 30)")
+    parser.add_argument("--workdir", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--peers-python", help=argparse.SUPPRESS)  # make bench gives it to all
+    parser.add_argument("--no-report", action="store_true", help="print only")
+    options = parser.parse_args()
+    model = make_model(options.layers, options.hidden)
+    num_parameters = sum(p.numel() for p in model.parameters())
+    ids = torch.randint(0, 16000, (1, NUM_TOKENS))
+    overhead = measure_overhead(model, ids, options.pairs)
+    overlap = measure_overlap(model, ids, options.workdir)
+    overhead_table = markdown_table(("work", "wrapped / plain", "95 % interval", "pairs"), overhead)
+    overlap_table = markdown_table(
+        (
+            "link GB/s",
+            "chunks streamed",
+            "MB a step",
+            "as planned",
+            "compute ms",
+            "link ms",
+            "step ms",
+            "step / larger",
+        ),
+        overlap,
+    )
+    print(f"\n{overhead_table}\n\n{overlap_table}")
+    if options.no_report:
+        return
+    machine = machine_facts(options.workdir)
+    facts = [*machine.rows(), *versions(("hetero", "torch", "transformers")).items()]
+    path = report_path("wrap", machine)
+    sections = [
+        (
+            "Overhead when everything fits",
+            f"A Llama of {num_parameters / 1e6:.0f}M parameters, {NUM_TOKENS} tokens, fp32. Pairs run in turn, every other "
+            f"one backwards; geometric mean of the pairs' ratios.\n\n{overhead_table}",
+        ),
+        (
+            "Overlap on the emulated GPU",
+            "A forward and backward of the same model; its gradients and part of its weights fit the gpu tier, the rest "
+            f"crosses the link twice a step. Compute is the plain step beside it, median of 3.\n\n{overlap_table}",
+        ),
+        ("Machine and versions", markdown_table(["", ""], facts)),
+        ("Command", f"`{public_command(sys.argv)}`"),
+    ]
+    write_report(path, "hetero.wrap beside plain torch", sections)
+    print(f"written: {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""KeyboardInterrupt at any call of a wrapped iteration: the next one is right, and the run closes without a trace."""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hetero
+from tests.interrupting import InterruptAt
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+NUM_MOMENTS = 200
+X = torch.linspace(-1, 1, 32 * 96).reshape(32, 96)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(96, 96) for _ in range(5))
+        self.norm = nn.LayerNorm(96)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x)) + x
+        out: torch.Tensor = self.norm(x)
+        return out
+
+
+def iteration(model: nn.Module) -> list[torch.Tensor]:
+    """One forward and backward: the loss and every gradient."""
+    model.zero_grad()
+    loss = model(X).pow(2).mean()
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def budgets(device: str, model: nn.Module) -> dict[str, Any]:
+    """The gradients, a third of the weights, and enough for what is saved."""
+    weights = sum(p.nbytes for p in model.parameters())
+    first = weights + weights // 3 + 150_000
+    if device == "cpu":
+        return {"cpu_memory": (2 << 20) + first}
+    return {"gpu_memory": first, "cpu_memory": (2 << 20) + weights // 2 + 40_000}
+
+
+@pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+def test_an_interrupt_at_any_call_of_an_iteration_is_survived(device: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Residual()
+    reference = iteration(copy.deepcopy(model))
+    weights = [p.detach().clone() for p in model.parameters()]
+    run = hetero.wrap(model, device=device, disk=tmp_path, **budgets(device, model))
+    try:
+        for _ in range(2):
+            iteration(model)
+        assert run.plan.num_streamed > 0
+        with InterruptAt(0) as counted:
+            iteration(model)
+        for number in random.Random(device).sample(range(1, counted.num_seen), NUM_MOMENTS):
+            try:
+                with InterruptAt(number):
+                    iteration(model)
+            except KeyboardInterrupt:
+                pass
+            found = iteration(model)
+            assert len(found) == len(reference)
+            assert all(torch.equal(a, b) for a, b in zip(found, reference, strict=True)), number
+    finally:
+        run.close()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), weights, strict=True))
+    assert not list(tmp_path.iterdir())
