@@ -223,7 +223,7 @@ class EmulatedDevice:
             True: _Link("to device", bandwidth_bytes_per_s, latency_s),
             False: _Link("from device", bandwidth_bytes_per_s, latency_s),
         }
-        self._adopted: Range | None = None
+        self._adopted: set[Range] = set()
         self._is_closed = False
 
     def allocate(self, nbytes: int, *, name: str) -> ArenaLike:
@@ -262,9 +262,9 @@ class EmulatedDevice:
         with self._lock:
             assert not self._is_closed, "a copy was issued to a closed device"
             device_side = (dst if to_device else src, nbytes)
-            is_ours = self._owns(device_side) or self._adopted == device_side
+            is_ours = self._owns(device_side) or device_side in self._adopted
             assert is_ours, f"the copy's device side {device_side} is not inside the device's memory"
-            self._adopted = None
+            self._adopted.discard(device_side)
             event = link.new_event()
             if self._races is not None:
                 self._races.copied((dst, nbytes), (src, nbytes), event, after)
@@ -272,7 +272,8 @@ class EmulatedDevice:
         return event
 
     def adopt(self, where: Range) -> None:
-        self._adopted = where
+        with self._lock:
+            self._adopted.add(where)
 
     def record(self, uses: Sequence[Range] = ()) -> Event:
         with self._lock:

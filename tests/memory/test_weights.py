@@ -7,6 +7,7 @@ import gc
 import itertools
 import random
 import signal
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,15 @@ from tests.memory.weights_rig import CPU, PLACES, bytes_of, like, parameter_at, 
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 DEVICES = tuple(PLACES)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Iterator[None]:
+    """Collect no garbage of torch's own after each test."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def odd_parameters() -> list[tuple[str, nn.Parameter]]:
