@@ -77,21 +77,27 @@ class Streaming:
 
     # -- entering and placing -----------------------------------------------------------------------------------------
 
-    def enter(self, tell: Callable[[int], None]) -> None:
-        """Book the weights where they are; what the budget does not hold goes to disk, last used first."""
+    def enter(self, tell: Callable[[int, int], None]) -> None:
+        """Book the weights where they are; what the budget does not hold goes to disk, last used first.
+
+        `tell` gets the bytes that went there so far, and those that will in all.
+        """
         tier = self.homes.tier_of(self.chunks[0].place) if self.chunks else "cpu"
         room = self._ledger.free(tier)
         if sum(chunk.nbytes for chunk in self.chunks) > room:
             room -= self.ring_nbytes if self.first == "cpu" else self.staging_nbytes
-        moved_nbytes = 0
+        leaving = []
         for chunk in self.chunks:
             if chunk.nbytes <= room:
                 room -= chunk.nbytes
                 self.homes.book(chunk)
             else:
-                self.homes.move(chunk, Place.DISK, is_booked=False)
-                moved_nbytes += chunk.nbytes
-                tell(moved_nbytes)
+                leaving.append(chunk)
+        moved_nbytes, total_nbytes = 0, sum(chunk.nbytes for chunk in leaving)
+        for chunk in leaving:
+            self.homes.move(chunk, Place.DISK, is_booked=False)
+            moved_nbytes += chunk.nbytes
+            tell(moved_nbytes, total_nbytes)
         if self.streamed:
             self.open_executor(self.ring_nbytes, self.staging_nbytes)
 

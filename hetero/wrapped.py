@@ -138,12 +138,10 @@ class WrappedRun:
             needs,
         )
 
-    def _tell(self, message: str) -> Callable[[int], None]:
-        total = sum(chunk.nbytes for chunk in self.streaming.chunks)
-
-        def tell(done_nbytes: int) -> None:
+    def _tell(self, message: str) -> Callable[[int, int], None]:
+        def tell(done_nbytes: int, total_nbytes: int) -> None:
             if self._progress is not None:
-                self._progress(Progress("load", done_nbytes, total, message))
+                self._progress(Progress("load", done_nbytes, total_nbytes, message))
 
         return tell
 
@@ -398,11 +396,13 @@ class WrappedRun:
         """What happened so far: passes, bytes per link and tier, waits."""
         executor, engine = self.streaming.stats(), self._engine.stats()
         ledger = self.ledger
+        tiers = {t: TierUse(ledger.used(t), ledger.peak(t), ledger.limit(t), ledger.holders(t)) for t in ledger.tiers()}
+        if self._store is not None:  # which keeps its own account
+            store = self._store
+            tiers["disk"] = TierUse(store.used_nbytes, store.peak_nbytes, store.nbytes, store.holders())
         return WrapStats(
             passes=dict(self.num_passes),
-            tiers={
-                t: TierUse(ledger.used(t), ledger.peak(t), ledger.limit(t), ledger.holders(t)) for t in ledger.tiers()
-            },
+            tiers=tiers,
             disk_read_nbytes=engine.read_nbytes,
             disk_written_nbytes=engine.written_nbytes,
             gpu_link_nbytes=int(executor["copied_nbytes"]),
@@ -449,7 +449,9 @@ class WrappedRun:
             try:
                 self.activations.close()
             finally:
-                self.streaming.close(self._tell("giving the model its memory back"))
+                tell = self._tell("giving the model its memory back")
+                total_nbytes = sum(chunk.nbytes for chunk in self.streaming.chunks)
+                self.streaming.close(lambda done_nbytes: tell(done_nbytes, total_nbytes))
                 for tensor in self._others:
                     tensor.data = tensor.data.cpu()
 

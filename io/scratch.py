@@ -100,11 +100,22 @@ class ScratchStore:
         self._lock = threading.Lock()
         self._free_list = FreeList(self.nbytes)
         self._holders: dict[Extent, str] = {}
+        self.peak_nbytes = 0
+        """The most that was ever given out at one moment."""
 
     @property
     def free_nbytes(self) -> int:
         with self._lock:
             return self._free_list.free_nbytes
+
+    @property
+    def used_nbytes(self) -> int:
+        return self.nbytes - self.free_nbytes
+
+    def holders(self) -> dict[str, int]:
+        """Return who holds how much now."""
+        with self._lock:
+            return self._held()
 
     def can_allocate(self, nbytes: int) -> bool:
         """Whether one extent of this size could be had now."""
@@ -127,6 +138,7 @@ class ScratchStore:
                 raise self._out_of_space(nbytes, holder)
             extent = Extent(self.path, offset, nbytes)
             self._holders[extent] = holder
+            self.peak_nbytes = max(self.peak_nbytes, self.nbytes - self._free_list.free_nbytes)
             return extent
 
     def free(self, extent: Extent) -> None:
@@ -151,10 +163,14 @@ class ScratchStore:
         if not self._finalizer.alive:
             raise HeteroError(f"the scratch store {self.folder} is closed")
 
-    def _out_of_space(self, nbytes: int, holder: str) -> OutOfMemoryError:
+    def _held(self) -> dict[str, int]:
         held: dict[str, int] = {}
         for extent, name in self._holders.items():
             held[name] = held.get(name, 0) + extent.nbytes
+        return held
+
+    def _out_of_space(self, nbytes: int, holder: str) -> OutOfMemoryError:
+        held = self._held()
         largest = max(held, key=held.__getitem__, default=None)
         free_nbytes, run_nbytes = self._free_list.free_nbytes, self._free_list.largest_nbytes
         return OutOfMemoryError(

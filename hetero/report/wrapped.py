@@ -54,11 +54,14 @@ class WrapPlan:
                 f"ring {format_size(share.ring_nbytes):>10}, other {format_size(share.other_nbytes):>10} "
                 f"of {format_size(share.limit_nbytes)}"
             )
-        lines.append(
-            f"  per iteration: {format_size(self.disk_nbytes)} from disk"
-            + (f", {format_size(self.gpu_link_nbytes)} over the gpu link" if "gpu" in self.tiers else "")
-            + f"; {format_size(self.activations_nbytes)} of saved activations at their peak"
-        )
+        if self.state == "warm-up":
+            lines.append("  per iteration: known after the first")
+        else:
+            lines.append(
+                f"  per iteration: {format_size(self.disk_nbytes)} from disk"
+                + (f", {format_size(self.gpu_link_nbytes)} over the gpu link" if "gpu" in self.tiers else "")
+                + f"; {format_size(self.activations_nbytes)} of saved activations at their peak"
+            )
         if self.time_s is not None and self.bound_s is not None:
             lines.append(f"  expected {self.time_s:.3f} s, bound {self.bound_s:.3f} s by {self.bottleneck}")
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
