@@ -40,6 +40,8 @@ class PassHooks:
 
     def __init__(self, model: nn.Module, listener: Listener) -> None:
         self._members = {id(module): module for module in model.modules()}
+        self._root = model
+        self._is_called_by_parts = False
         self._listener = listener
         self._stack: list[tuple[nn.Module, Any]] = []
         self._thread = 0
@@ -78,17 +80,23 @@ class PassHooks:
         self._handles = []
 
     def watch(self) -> None:
-        """Instead of seeing every module, wait for a forward of the whole model with gradients on, then `install`."""
-        self.remove()
-        root = next(iter(self._members.values()))
-        self._handles = [root.register_forward_pre_hook(_Watch(self))]
+        """Instead of seeing every module, wait for a forward of the whole model with gradients on, then `install`.
 
-    def start(self, root: nn.Module, args: Any) -> None:
-        """Install, with the forward of the whole model under way."""
+        A model whose parts have been called by themselves stays seen: its whole may never be called.
+        """
+        if not self._is_called_by_parts:
+            self.remove()
+            self._handles = [self._root.register_forward_pre_hook(_Watch(self))]
+
+    def start(self, frame: FrameType) -> None:
+        """Install, with the forward of the whole model under way: it ends with this frame."""
         self.install()
-        self._before(root, args)
+        self._begin(self._root, frame)
 
     def _before(self, module: nn.Module, args: Any) -> None:
+        self._begin(module, sys._getframe(1))
+
+    def _begin(self, module: nn.Module, frame: FrameType) -> None:
         if self._members.get(id(module)) is not module or _is_transformed():
             return
         if self._stack:
@@ -99,6 +107,7 @@ class PassHooks:
         is_outermost = not self._stack
         if is_outermost:
             self._thread = threading.get_ident()
+            self._is_called_by_parts |= module is not self._root
             self._listener.begin_pass(in_backward=torch._C._current_graph_task_id() != -1)
         try:
             lease = self._listener.enter(module)
@@ -107,15 +116,20 @@ class PassHooks:
                 self._listener.end_pass(failed=True)
             raise
         if is_outermost:
-            self._frame = sys._getframe(1)
+            self._frame = frame
         self._stack.append((module, lease))
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._stack or self._stack[-1][0] is not module or self._thread != threading.get_ident():
+        if self._thread != threading.get_ident() or not any(entered is module for entered, _ in self._stack):
             return
-        _, lease = self._stack.pop()
+        if _is_transformed():  # as in `_begin`
+            return
         try:
-            self._listener.leave(lease)
+            while True:
+                entered, lease = self._stack.pop()
+                self._listener.leave(lease)
+                if entered is module:  # what it called and caught an interrupt of has ended with it
+                    break
         finally:
             if not self._stack:
                 self._frame = None
@@ -142,7 +156,7 @@ class _Watch:
     def __call__(self, module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not _is_transformed():
             self._hooks.remove()
-            self._hooks.start(module, args)
+            self._hooks.start(sys._getframe(1))
 
     def __reduce__(self) -> Any:
         return getattr, (nullcontext(), "__exit__")  # takes anything, does nothing, and needs no hetero to be loaded
