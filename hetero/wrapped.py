@@ -15,14 +15,13 @@ from typing import Self
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from hetero.hooks import PassHooks
 from hetero.io.engine import Engine
 from hetero.io.errors import HeteroError, UnsupportedError
 from hetero.io.scratch import ScratchStore
 from hetero.memory.activations import ACTIVATIONS, ActivationStore, Policy
-from hetero.memory.autograd import SavedTensors
+from hetero.memory.autograd import Interception, SavedTensors
 from hetero.memory.budget import Ledger, MemoryLimits
 from hetero.memory.device import Device
 from hetero.memory.homes import WEIGHTS
@@ -78,7 +77,7 @@ class WrappedRun:
         self._pass: tuple[str, float] | None = None
         self._in_backward: list[bool] = []
         self._backward: tuple[int, float] | None = None
-        self._saved_hooks: list[saved_tensors_hooks | None] = []
+        self._saved_hooks: list[Interception | None] = []
         self._planned_ids: set[int] = set()
         self._activation_peaks: dict[str, int] = {}
         self._spans: deque[Span] = deque(maxlen=NUM_SPANS_KEPT)
@@ -169,6 +168,8 @@ class WrappedRun:
             self.streaming.restart(self._runs(phase))
         else:
             self.begin_backward()
+            if has_grad:
+                self._begin_training()
         self._in_backward.append(in_backward)
         self._push_hooks() if has_grad else self._saved_hooks.append(None)
 
@@ -273,18 +274,14 @@ class WrappedRun:
         return runs_of(order, streamed)
 
     def _push_hooks(self) -> None:
-        hooks = saved_tensors_hooks(self._saved.pack, self._saved.unpack)
-        try:
-            hooks.__enter__()
-        except RuntimeError:  # inside disable_saved_tensors_hooks: aliases keep slots by themselves
-            self._saved_hooks.append(None)
-            return
+        hooks = Interception(self._saved)
         self._saved_hooks.append(hooks)
+        hooks.enter()
 
     def _pop_hooks(self) -> None:
         hooks = self._saved_hooks.pop()
         if hooks is not None:
-            hooks.__exit__()
+            hooks.leave()
 
     # -- what autograd asks (memory/autograd.py) ----------------------------------------------------------------------
 
@@ -446,6 +443,8 @@ class WrappedRun:
             _live.remove(self)
         with self._resources:
             self._hooks.remove()
+            while self._saved_hooks:  # those of an interrupted pass
+                self._pop_hooks()
             try:
                 self.activations.close()
             finally:

@@ -10,13 +10,14 @@ Note [what a saved tensor becomes]
       backward follows);
     - anything else: an `Activation`, whose bytes the ledger counts and the store may move (activations.py).
     Hooks switch torch's own in-place check off, so each of these checks the version counter, with torch's error.
-    A tensor packed under foreign hooks (save_on_cpu, non-reentrant checkpointing) never comes here: it then aliases a
-    slot, which is not reused as long as it lives.
+    A tensor packed under foreign hooks (save_on_cpu, non-reentrant checkpointing), inside the pass or around it, never
+    comes here: it then aliases a slot, which is not reused as long as it lives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -27,6 +28,11 @@ from hetero.memory.weights import View, WeightChunk, view_bytes
 
 SMALL_NBYTES = 4096
 """A saved tensor smaller than this is neither counted nor moved."""
+
+# torch's stack of saved-tensor hooks; its `saved_tensors_hooks` takes off what is on top, whosever that is.
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
 class Packed(Protocol):
@@ -177,3 +183,38 @@ class SavedTensors:
                         if torch.equal(same, weight.to(tensor.dtype)):
                             return CastRef(chunk, view, tensor, is_transposed, self._leases)
         return None
+
+
+class Interception:
+    """A pair of hooks on this thread's stack, from `enter` to `leave`, whatever comes onto the stack meanwhile.
+
+    Only the topmost pair is asked. So where another's is on top already, it stays the only one: it is asked what it
+    would be asked plainly (it may keep bfloat16 copies, or count to compute again).
+    """
+
+    def __init__(self, saved: SavedTensors) -> None:
+        self._pair = saved.pack, saved.unpack
+        self._is_entered = False
+
+    def enter(self) -> None:
+        top = _top_hooks(True)
+        if top is not None and not isinstance(getattr(top[0], "__self__", None), SavedTensors):
+            return
+        # RuntimeError inside disable_saved_tensors_hooks: aliases keep slots by themselves.
+        with suppress(RuntimeError):
+            _push_hooks(*self._pair)
+            self._is_entered = True
+
+    def leave(self) -> None:
+        """Take the pair off the stack and leave the others; nothing happens where it is not on it."""
+        if not self._is_entered:
+            return
+        self._is_entered = False
+        above = []
+        while (pair := _top_hooks(True)) is not None:
+            _pop_hooks()
+            if pair[0] is self._pair[0]:
+                break
+            above.append(pair)
+        for pair in reversed(above):
+            _push_hooks(*pair)
