@@ -129,7 +129,7 @@ class Streaming:
         self._ring_sizes = ring_nbytes, staging_nbytes
         rings: dict[str, Ring] = {}
         sizes = {self.first: ring_nbytes}
-        if self.first == "gpu" and self.homes.has_disk:
+        if self.first == "gpu" and any(chunk.place is Place.DISK for chunk in self.chunks):
             sizes["cpu"] = staging_nbytes
         keepers = []
         try:

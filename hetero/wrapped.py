@@ -223,7 +223,9 @@ class WrappedRun:
             )
         if GRADIENTS not in self.ledger.holders(self.streaming.first) and self._trainable_nbytes:
             self._reserve(self.streaming.first, GRADIENTS, self._trainable_nbytes)
-        tensors = [*self.model.parameters(), *self.model.buffers()]
+        # Not those of chunks: when one moves, what is saved next may get its old memory.
+        moving = {id(view.parameter) for chunk in self.streaming.chunks for view in chunk.views}
+        tensors = [*(p for p in self.model.parameters() if id(p) not in moving), *self.model.buffers()]
         self._persistent = {t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided}
 
     def _end_phase(self, phase: str) -> None:
@@ -254,6 +256,7 @@ class WrappedRun:
             return
         self._spans.append(Span(BACKWARD, "passes", self._backward[1], perf_counter()))
         self._backward = None
+        self.activations.collect()
         self._end_phase(BACKWARD)
         self.streaming.restart(())
         self._is_unsettled = False
