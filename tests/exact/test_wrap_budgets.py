@@ -38,6 +38,8 @@ SHARES = (0.6, 0.3, 0.0)
 class Net(nn.Module):
     """Linear layers of several sizes, a large buffer, and a norm that is small."""
 
+    table: Tensor
+
     def __init__(self, activation: nn.Module | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -132,7 +134,8 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
 
 
 def wrap(model: nn.Module, folder: Path, device: str, budgets: dict[str, int], **options: Any) -> WrappedRun:
-    return hetero.wrap(model, device=device, disk=folder, **budgets, **options)
+    run: WrappedRun = hetero.wrap(model, device=device, disk=folder, **budgets, **options)
+    return run
 
 
 def step_of(model: nn.Module, seed: int, optimizer: torch.optim.Optimizer | None = None) -> list[Tensor]:
@@ -239,15 +242,15 @@ def test_the_smallest_budgets_that_an_error_names_work_for_a_forward_and_one_byt
     expected = Net()(batch()).detach()
     tiny = {"cpu_memory": PAGE} | ({"gpu_memory": PAGE} if device == "emulated" else {})
     with pytest.raises(TooSmallError) as caught:
-        hetero.wrap(model, device=device, disk=disk, **tiny)  # type: ignore[arg-type]
+        hetero.wrap(model, device=device, disk=disk, **tiny)
     needs = {f"{tier}_memory": nbytes for tier, nbytes in caught.value.needs.items()}
     assert all(f"{name}={nbytes}" in str(caught.value) for name, nbytes in needs.items())
     for name in needs:
         with pytest.raises(TooSmallError) as again:
-            hetero.wrap(model, device=device, disk=disk, **(needs | {name: needs[name] - 1}))  # type: ignore[arg-type]
+            hetero.wrap(model, device=device, disk=disk, **(needs | {name: needs[name] - 1}))
         assert {f"{tier}_memory": nbytes for tier, nbytes in again.value.needs.items()} == needs
     for _ in range(2):
-        with hetero.wrap(model, device=device, disk=disk, **needs) as run, torch.no_grad():  # type: ignore[arg-type]
+        with hetero.wrap(model, device=device, disk=disk, **needs) as run, torch.no_grad():
             for _ in range(3):
                 assert torch.equal(model(batch()), expected)
             streams = device == "emulated" or has_disk
@@ -416,7 +419,7 @@ def test_clean_weights_are_not_written_by_passes_and_an_optimizer_writes_what_it
             step_of(model, i)
         (mapping,) = scratch_mappings()
         assert mapping["Rss"] == 0, "passes use copies"
-        stepped = model.layers[4].weight
+        stepped = model.get_parameter("layers.4.weight")
         (chunk,) = (c for c in run.streaming.chunks if c.views[0].parameter is stepped)
         assert chunk.place is Place.DISK
         torch.optim.SGD([stepped], lr=1e-3).step()
