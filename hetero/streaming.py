@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 
 from torch import Tensor, nn
@@ -101,28 +101,53 @@ class Streaming:
         if self.streamed:
             self.open_executor(self.ring_nbytes, self.staging_nbytes)
 
-    def place(self, plan: Plan) -> None:
-        """Carry out a plan, between passes: first what leaves, then the rings, then what comes. Blocks."""
+    def place(self, plan: Plan, room: Mapping[str, int]) -> None:
+        """Carry out a plan, between passes: moves in an order in which there is room for each, then the rings. Blocks.
+
+        `room`: bytes per tier for weights and rings. What the plan does not speak of stays where it is if it can.
+        """
         self.close_executor()
-        first = plan.cpu_resident if self.first == "cpu" else plan.gpu_resident
-        goals = {}
-        used = plan.gpu_resident | plan.cpu_resident | set(plan.schedule)
-        for chunk in self.chunks:
-            if chunk.chunk_id in first:
-                goals[chunk.chunk_id] = Place.FIRST
-            elif self.first == "gpu" and chunk.chunk_id in plan.cpu_resident:
-                goals[chunk.chunk_id] = Place.CPU
-            elif chunk.chunk_id in used or chunk.place is Place.FIRST:
-                goals[chunk.chunk_id] = Place.DISK if self.homes.has_disk else Place.CPU
-        order = [Place.DISK, Place.CPU, Place.FIRST]
-        for goal in order:
-            for chunk in self.chunks:
-                if goals.get(chunk.chunk_id) is goal:
-                    self.homes.move(chunk, goal)
-        if self.streamed:
+        goals = self._goals(plan, room)
+        pending = [chunk for chunk in self.chunks if chunk.place is not goals[chunk.chunk_id]]
+        while pending:
+            waiting = [chunk for chunk in pending if not self._try_move(chunk, goals[chunk.chunk_id])]
+            if len(waiting) == len(pending):  # two tiers would swap: through the disk, then
+                stuck = [chunk for chunk in waiting if self.homes.has_disk and chunk.place is not Place.DISK]
+                if not stuck:
+                    break
+                self.homes.move(stuck[0], Place.DISK)
+            pending = waiting
+        planned = plan.gpu_resident | plan.cpu_resident | set(plan.schedule)
+        if any(chunk.chunk_id in planned for chunk in self.streamed):
             self.open_executor(
                 plan.gpu_ring_nbytes if self.first == "gpu" else plan.cpu_ring_nbytes, plan.cpu_ring_nbytes
             )
+
+    def _goals(self, plan: Plan, room: Mapping[str, int]) -> dict[int, Place]:
+        first = plan.cpu_resident if self.first == "cpu" else plan.gpu_resident
+        second = plan.cpu_resident if self.first == "gpu" else frozenset()
+        streamed, below = set(plan.schedule), Place.DISK if self.homes.has_disk else Place.CPU
+        rings = {"gpu": plan.gpu_ring_nbytes, "cpu": plan.cpu_ring_nbytes}
+        left = {tier: nbytes - align_up(max(rings.get(tier, 0), 1)) for tier, nbytes in room.items()}
+        goals = {}
+        for chunk in sorted(self.chunks, key=lambda chunk: chunk.chunk_id not in first | second | streamed):
+            if chunk.chunk_id in first:
+                goal = Place.FIRST
+            elif chunk.chunk_id in second:
+                goal = Place.CPU
+            elif chunk.chunk_id in streamed or chunk.nbytes > left[self.homes.tier_of(chunk.place)]:
+                goal = below
+            else:
+                goal = chunk.place
+            goals[chunk.chunk_id] = goal
+            left[self.homes.tier_of(goal)] -= chunk.nbytes
+        return goals
+
+    def _try_move(self, chunk: WeightChunk, goal: Place) -> bool:
+        if goal is not Place.DISK and not self._ledger.can_take(self.homes.tier_of(goal), chunk.nbytes):
+            return False
+        self.homes.move(chunk, goal)
+        return True
 
     def open_executor(self, ring_nbytes: int, staging_nbytes: int) -> None:
         """Allocate the rings and start the executor over them. Raises OutOfMemoryError with nothing left behind."""
@@ -173,8 +198,12 @@ class Streaming:
             self._rings.close()
             self._slot_owners.clear()
 
-    def make_room(self, nbytes: int) -> None:
-        """Send weights out of the first tier until `nbytes` are free, if so many can go. Between or in passes."""
+    def make_room(self, nbytes: int) -> bool:
+        """Send weights out of the first tier until `nbytes` are free, if so many can go. Between or in passes.
+
+        True if any went.
+        """
+        num_moves = self.homes.num_moves
         need = nbytes + (0 if self.executor is not None else align_up(max(self.ring_nbytes, 4096)))
         for chunk in self.chunks:  # those that backward needs last
             if self._ledger.free(self.first) >= need:
@@ -188,6 +217,7 @@ class Streaming:
                     self.executor.set_host(chunk.chunk_id, chunk.host_range)
         if self.executor is None and self.streamed:
             self.open_executor(self.ring_nbytes, self.staging_nbytes)
+        return self.homes.num_moves > num_moves
 
     def _below(self, chunk: WeightChunk) -> Place | None:
         if self.first == "gpu" and self._ledger.can_take("cpu", chunk.nbytes):
@@ -225,8 +255,11 @@ class Streaming:
     def lease(self, chunks: Sequence[WeightChunk]) -> Lease | None:
         """Show the chunks' parameters leased bytes until `release`. None: there is no room for all of them at once,
         so the module computes on the homes, which is right and slow."""
-        executor = self.executor
         leased = tuple(chunk for chunk in chunks if chunk.place is not Place.FIRST and self._adopt(chunk))
+        if self.executor is None and leased:  # the plan had never seen them used
+            with suppress(OutOfMemoryError):
+                self.make_room(0)
+        executor = self.executor
         if executor is None or not leased or not all(self._is_fresh(chunk) for chunk in leased):
             return None
         ids = tuple(chunk.chunk_id for chunk in leased)

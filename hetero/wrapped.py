@@ -26,7 +26,7 @@ from hetero.memory.budget import Ledger, MemoryLimits
 from hetero.memory.device import Device
 from hetero.memory.homes import WEIGHTS
 from hetero.memory.plan import make_plan
-from hetero.memory.plan_types import BudgetError, Budgets, ChunkSpec, Links, Plan, Trace, uses_of
+from hetero.memory.plan_types import BudgetError, Budgets, ChunkSpec, Links, Moment, Plan, Trace, uses_of
 from hetero.memory.schedule import Run, runs_of
 from hetero.memory.trace import Recorder
 from hetero.memory.weights import Place, WeightChunk
@@ -311,8 +311,8 @@ class WrappedRun:
     def _reserve(self, tier: str, holder: str, nbytes: int) -> None:
         """Book bytes; weights make room first, then saved activations. Raises OutOfMemoryError."""
         if tier == self.streaming.first and nbytes > self.ledger.free(tier):
-            self.streaming.make_room(nbytes)
-            self._is_due = True
+            if self.streaming.make_room(nbytes):
+                self._is_due = True
             short = nbytes - self.ledger.free(tier)
             if short > 0:
                 self.activations.make_room(short)
@@ -342,15 +342,24 @@ class WrappedRun:
             plan = make_plan(specs, trace, budgets, self.links)
         except BudgetError:
             return  # activations will have to leave again; weights stream as they do
-        streaming.place(plan)
+        streaming.place(plan, left)
         self.num_plans += 1
         self.plan = self._describe(plan)
 
     def _trace(self) -> Trace | None:
+        """The last iteration, and what other iterations used beside it."""
         parts = [self.recorder.trace(phase) for phase in (TRAIN, BACKWARD)]
         if parts[0] is None or parts[1] is None:
-            return self.recorder.trace(FORWARD) or parts[0]
-        return Trace("iteration", parts[0].moments + parts[1].moments)
+            parts = [self.recorder.trace(FORWARD) or parts[0]]
+        moments = [moment for part in parts if part is not None for moment in part.moments]
+        if not moments:
+            return None
+        rare = self._planned_ids - {chunk_id for moment in moments for chunk_id in moment.chunk_ids}
+        for module, chunks in self.streaming.own.items():
+            chunk_ids = tuple(chunk.chunk_id for chunk in chunks)
+            if rare.intersection(chunk_ids):
+                moments.append(Moment(self._names[module], chunk_ids, 0.0))
+        return Trace("iteration", tuple(moments))
 
     def _orders(self) -> list[list[tuple[int, ...]]]:
         """The chunks of each moment of an iteration, per phase: of training if there was any, else of a forward."""

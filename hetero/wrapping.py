@@ -66,7 +66,7 @@ def wrap(
         parameters = list(model.named_parameters())
         total_nbytes = sum(p.numel() * p.element_size() for _, p in parameters)
         small_nbytes = min(max(total_nbytes // 16384, SMALL_NBYTES[0]), SMALL_NBYTES[1])
-        chunks = find_chunks(parameters, torch.device("cpu"), small_nbytes=small_nbytes)
+        chunks = find_chunks(parameters, torch.device("cpu"), small_nbytes=small_nbytes, buffers=model.buffers())
         model_nbytes = sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()])
         limits = _limits(opened, device, gpu_memory, cpu_memory, model_nbytes)
         engine = stack.enter_context(Engine())

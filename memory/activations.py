@@ -141,6 +141,8 @@ class ActivationStore:
         for memory in list(self._memories.values()):
             if freed >= nbytes:
                 break
+            if memory.target == self._first:  # fetched ahead of need: it goes again
+                self._settle(memory)
             if memory.tier == self._first and (memory.target is not None or self._send(memory)):
                 freed += memory.nbytes
         while self._leaving:

@@ -119,6 +119,27 @@ class CastRef:
         return weight.t() if self._is_transposed else weight
 
 
+class Lazy:
+    """A tensor that torch will conjugate or negate when it is read: its bytes are packed as they are."""
+
+    __slots__ = ("_is_conj", "_is_neg", "_packed")
+
+    def __init__(self, packed: Packed, is_conj: bool, is_neg: bool) -> None:
+        self._packed, self._is_conj, self._is_neg = packed, is_conj, is_neg
+
+    def unpack(self) -> Tensor:
+        tensor = self._packed.unpack()
+        if self._is_conj:
+            tensor = tensor.conj()
+        return torch._neg_view(tensor) if self._is_neg else tensor
+
+
+def _with_flags(packed: Packed, tensor: Tensor) -> Packed:
+    if tensor.is_conj() or tensor.is_neg():
+        return Lazy(packed, tensor.is_conj(), tensor.is_neg())
+    return packed
+
+
 class Leases(Protocol):
     """Who answers for the chunks: the run."""
 
@@ -151,14 +172,14 @@ class SavedTensors:
             return Plain(tensor)
         found = self._leases.find(tensor)
         if found is not None:
-            return WeightRef(*found, tensor, self._leases)
+            return _with_flags(WeightRef(*found, tensor, self._leases), tensor)
         if tensor.numel() * tensor.element_size() < SMALL_NBYTES or self._leases.is_persistent(tensor):
             return Plain(tensor)
         if torch.is_autocast_enabled(tensor.device.type):
             cast = self._cast_of(tensor)
             if cast is not None:
                 return cast
-        return self._activations.add(tensor, Version(tensor))
+        return _with_flags(self._activations.add(tensor, Version(tensor)), tensor)
 
     def unpack(self, packed: Packed | Activation) -> Tensor:
         self._leases.begin_backward()

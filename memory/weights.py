@@ -190,13 +190,21 @@ def _show(views: Sequence[View], tensors: Sequence[Tensor]) -> None:
 
 
 def find_chunks(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], device: torch.device, *, small_nbytes: int
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    device: torch.device,
+    *,
+    small_nbytes: int,
+    buffers: Iterable[Tensor] = (),
 ) -> list[WeightChunk]:
     """The runs of bytes that may move, in the order of the parameters.
 
     What is smaller than `small_nbytes`, has no bytes of its own on `device` (meta, sparse, a tensor subclass), or is
-    shared with another process, stays where it is.
+    shared with another process or with one of the `buffers`, stays where it is.
     """
+    held: dict[int, list[tuple[int, int]]] = {}
+    for buffer in buffers:
+        if buffer.layout is torch.strided and buffer.numel():
+            held.setdefault(buffer.untyped_storage().data_ptr(), []).append(span_of(buffer))
     spans: dict[int, list[tuple[int, int, str, nn.Parameter]]] = {}
     seen: set[int] = set()
     order: dict[int, int] = {}
@@ -215,6 +223,8 @@ def find_chunks(
                 continue
             offsets = [span_of(parameter)[0] - start for _, parameter in group]
             if any(o % p.element_size() for o, (_, p) in zip(offsets, group, strict=True)):
+                continue
+            if any(low < end and start < high for low, high in held.get(first.untyped_storage().data_ptr(), ())):
                 continue
             empty = torch.empty(0, dtype=torch.uint8, device=device)
             base = empty.set_(first.untyped_storage(), start, (end - start,), (1,))
