@@ -68,6 +68,7 @@ class WrappedRun:
     ) -> None:
         self.model, self.limits, self.links = model, limits, links
         self._device, self._engine, self._store, self._progress = device, engine, store, progress
+        self.pid = os.getpid()
         self._resources = resources
         self._is_closed = False
         self._is_due = False  # the plan, at the next pass
@@ -92,6 +93,10 @@ class WrappedRun:
         self.recorder = Recorder(None if device.torch_device.type == "cpu" else partial(_settle, device))
         try:
             self.streaming = Streaming(model, chunks, device=device, engine=engine, store=store, ledger=self.ledger)
+        except BaseException:
+            resources.close()
+            raise
+        try:
             self._check_budgets()
             first = self.streaming.first
             self.ledger.take(first, OTHERS, self._others_nbytes)
@@ -486,8 +491,10 @@ def wrapped_module_of(model: nn.Module) -> str | None:
 
 @atexit.register
 def _close_live_runs() -> None:
-    for run in list(_live):
-        run.close()
+    with ExitStack() as stack:
+        for run in _live:
+            if run.pid == os.getpid():  # a forked child ends here, and its parent goes on
+                stack.callback(run.close)
 
 
 def _nbytes(tensors: Sequence[Tensor]) -> int:

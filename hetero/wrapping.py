@@ -59,6 +59,7 @@ def wrap(
     changed, with what each tier needs and has.
     """
     _check(model, activations)
+    _check_options(device, disk, disk_memory, activations, progress)
     report_missing_once()
     with ExitStack() as stack:
         opened = _open_device(device, gpu_memory, link)
@@ -126,6 +127,23 @@ def _check(model: Any, activations: str) -> None:
             )
 
 
+def _check_options(device: Any, disk: Any, disk_memory: Any, activations: str, progress: Any) -> None:
+    """Refuse values of a wrong kind, and those that only mean something beside another option."""
+    if not isinstance(device, str):
+        raise ConfigError(
+            f"device={device!r} is a {type(device).__name__}, not a name; "
+            'choose "auto", "cpu", "cuda", "cuda:1", "xpu" or "emulated"'
+        )
+    if disk is not None and not isinstance(disk, (str, os.PathLike)):
+        raise ConfigError(f"disk={disk!r} is a {type(disk).__name__}, not a folder's path")
+    if disk is None and disk_memory != "auto":
+        raise ConfigError(f'disk_memory={disk_memory!r} limits a disk tier, and there is none: set disk="FOLDER" as well')
+    if disk is None and activations == "disk":
+        raise ConfigError(f'activations={activations!r} needs a disk tier: set disk="FOLDER" as well')
+    if progress is not None and not callable(progress):
+        raise ConfigError(f"progress={progress!r} is a {type(progress).__name__}, not a function of one Progress")
+
+
 def _open_device(name: str, gpu_memory: int | str, link: int | str | None) -> Device:
     rate = None if link is None else float(parse_rate(link))
     capacity = None
@@ -159,7 +177,7 @@ def _open_store(
     activations: str,
 ) -> ScratchStore:
     folder = Path(disk)
-    if not folder.is_dir():
+    if not os.fspath(disk) or not folder.is_dir():  # an empty path would be the current folder
         raise ConfigError(f"disk={os.fspath(disk)!r} is not a folder: create it first")
     if disk_memory == "auto":
         # Activations that leave the tiers above: at most a few times what those hold.

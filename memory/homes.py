@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from hetero.io.engine import Engine, Request
-from hetero.io.errors import IOEngineError
 from hetero.io.operation import finish
 from hetero.io.scratch import ScratchStore
 from hetero.memory.device import ArenaLike, Device
@@ -147,18 +146,18 @@ class Homes:
     def restore(self, progress: Callable[[int], None] | None = None) -> None:
         """Give every chunk memory of the model's own again, whatever the budgets: the wrap ends.
 
-        A chunk whose read fails stays where it is, and its first error is raised when the others are restored.
+        A chunk whose read fails stays where it is. The first error is raised when all others are restored.
         """
-        first_error: IOEngineError | None = None
+        first_error: Exception | None = None
         done_nbytes = 0
         for chunk in self.chunks:
+            done_nbytes += chunk.nbytes
             try:
                 self._restore(chunk)
-            except IOEngineError as error:
+                if progress is not None:
+                    progress(done_nbytes)
+            except Exception as error:
                 first_error = first_error or error
-            done_nbytes += chunk.nbytes
-            if progress is not None:
-                progress(done_nbytes)
         self._map = None
         if first_error is not None:
             raise first_error
