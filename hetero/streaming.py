@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
+from time import perf_counter
 
 from torch import Tensor, nn
 
@@ -21,7 +22,7 @@ from hetero.memory.pipeline import InterruptedPassError
 from hetero.memory.plan_types import Plan
 from hetero.memory.ring import Ring
 from hetero.memory.schedule import Run
-from hetero.memory.states import ExecutorStats
+from hetero.memory.states import ExecutorStats, Residency
 from hetero.memory.weights import Place, WeightChunk, span_of
 
 RING = "ring"
@@ -53,6 +54,7 @@ class Streaming:
         self.spans: deque[tuple[str, str, float, float]] = deque(maxlen=NUM_SPANS_KEPT)
         self.executor: Executor | None = None
         self.num_unleased = 0
+        self._collect_after_s = 0.0
         self._device, self._engine, self._store, self._ledger = device, engine, store, ledger
         by_parameter = {id(view.parameter): chunk for chunk in chunks for view in chunk.views}
         self.own = {
@@ -263,10 +265,8 @@ class Streaming:
         if executor is None or not leased or not all(self._is_fresh(chunk) for chunk in leased):
             return None
         ids = tuple(chunk.chunk_id for chunk in leased)
-        try:
-            entries = executor.acquire(ids)
-        except (OutOfMemoryError, InterruptedPassError):
-            self.num_unleased += 1
+        entries = self._acquire(executor, ids)
+        if entries is None:
             return None
         for chunk, entry in zip(leased, entries, strict=True):
             base = executor.bytes_of(entry)
@@ -294,10 +294,8 @@ class Streaming:
         executor = self.executor
         if chunk.place is Place.FIRST or executor is None or not self._is_fresh(chunk):
             return make(chunk.base)
-        try:
-            (entry,) = executor.acquire((chunk.chunk_id,))
-        except (OutOfMemoryError, InterruptedPassError):
-            self.num_unleased += 1
+        entries = self._acquire(executor, (chunk.chunk_id,))
+        if entries is None:
             return make(chunk.base)
         try:
             self._slot_owners[entry.space.address] = chunk
@@ -308,6 +306,19 @@ class Streaming:
 
     def _adopt(self, chunk: WeightChunk) -> bool:
         num_views = len(chunk.views)
+    def _acquire(self, executor: Executor, ids: Sequence[int]) -> list[Residency] | None:
+        """None: there is no room. Of the time, one part in twenty goes into looking in vain for dead cycles."""
+        start_s = perf_counter()
+        may_collect = start_s >= self._collect_after_s
+        try:
+            return executor.acquire(ids, may_collect=may_collect)
+        except (OutOfMemoryError, InterruptedPassError):
+            self.num_unleased += 1
+            if may_collect:
+                now_s = perf_counter()
+                self._collect_after_s = now_s + 20 * (now_s - start_s)
+            return None
+
         is_left = chunk.adopt()
         if len(chunk.views) != num_views and self.executor is not None:
             self.executor.drop(chunk.chunk_id)  # it has views of what is no longer there

@@ -27,11 +27,12 @@ class Executor(Pipeline):
 
     # -- leases -------------------------------------------------------------------------------------------------------
 
-    def acquire(self, chunk_ids: Sequence[int]) -> list[Residency]:
+    def acquire(self, chunk_ids: Sequence[int], *, may_collect: bool = True) -> list[Residency]:
         """Make all of `chunk_ids` readable by compute issued after this call, and keep them so until `release`.
 
         Blocks until the transfers are issued (and, on CPU memory, finished). Raises what a transfer raised
-        (IOEngineError), or OutOfMemoryError when the ring cannot hold the moment; no lease is open then.
+        (IOEngineError), or OutOfMemoryError when the ring cannot hold the moment; no lease is open then. `may_collect`:
+        before that, look for dead reference cycles that keep slots, which may take a large part of a second.
         """
         start = perf_counter()
         with self._lock, self._operation():
@@ -40,7 +41,7 @@ class Executor(Pipeline):
             self._is_started = True
             entries: list[Residency] = []
             try:
-                self._take_all(chunk_ids, entries)
+                self._take_all(chunk_ids, entries, may_collect)
                 self._pump()
                 for entry in entries:
                     self._wait_issued(entry)
@@ -197,7 +198,7 @@ class Executor(Pipeline):
 
     # -- taking -------------------------------------------------------------------------------------------------------
 
-    def _take_all(self, chunk_ids: Sequence[int], taken: list[Residency]) -> None:
+    def _take_all(self, chunk_ids: Sequence[int], taken: list[Residency], may_collect: bool) -> None:
         try:
             self._take_each(chunk_ids, taken)
         except OutOfMemoryError:
@@ -206,8 +207,9 @@ class Executor(Pipeline):
             self._undo(taken)
             for entry in self._idle():
                 self._abandon(entry)
-            self.stats.num_collections += 1
-            gc.collect()
+            if may_collect:
+                self.stats.num_collections += 1
+                gc.collect()
             self._drain()
             self._take_each(chunk_ids, taken)
 
