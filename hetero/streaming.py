@@ -297,6 +297,8 @@ class Streaming:
         entries = self._acquire(executor, (chunk.chunk_id,))
         if entries is None:
             return make(chunk.base)
+        (entry,) = entries
+        del entries
         try:
             self._slot_owners[entry.space.address] = chunk
             return make(executor.bytes_of(entry)[chunk.residue : chunk.residue + chunk.nbytes])
@@ -304,8 +306,6 @@ class Streaming:
             del entry
             executor.release((chunk.chunk_id,))
 
-    def _adopt(self, chunk: WeightChunk) -> bool:
-        num_views = len(chunk.views)
     def _acquire(self, executor: Executor, ids: Sequence[int]) -> list[Residency] | None:
         """None: there is no room. Of the time, one part in twenty goes into looking in vain for dead cycles."""
         start_s = perf_counter()
@@ -319,6 +319,8 @@ class Streaming:
                 self._collect_after_s = now_s + 20 * (now_s - start_s)
             return None
 
+    def _adopt(self, chunk: WeightChunk) -> bool:
+        num_views = len(chunk.views)
         is_left = chunk.adopt()
         if len(chunk.views) != num_views and self.executor is not None:
             self.executor.drop(chunk.chunk_id)  # it has views of what is no longer there
