@@ -231,6 +231,7 @@ class Streaming:
         executor, self.executor = self.executor, None
         if executor is not None:
             executor.close()
+            self._past_stats.append(executor.stats)
         self._engine.quiesce()
         self._device.synchronize()
         for chunk in self.chunks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -77,7 +78,7 @@ class WrappedRun:
         self.num_passes = dict.fromkeys((FORWARD, TRAIN, BACKWARD), 0)
         self._pass: tuple[str, float] | None = None
         self._in_backward: list[bool] = []
-        self._backward: tuple[int, float] | None = None
+        self._backward: tuple[weakref.ref[Callable[[], None]], float] | None = None  # its end, its start
         self._saved_hooks: list[Interception | None] = []
         self._planned_ids: set[int] = set()
         self._activation_peaks: dict[str, int] = {}
@@ -247,14 +248,20 @@ class WrappedRun:
                 self.plan = replace(self._describe(None), state="planned")
 
     def begin_backward(self) -> None:
-        task = torch._C._current_graph_task_id()
-        if self._backward is not None or task == -1 or self._in_backward == [False] or self._is_closed:
-            return  # inside one, or outside any, or one that a forward itself runs
+        if torch._C._current_graph_task_id() == -1 or self._in_backward == [False] or self._is_closed:
+            return  # outside any, or one that a forward itself runs
+        if self._backward is not None and self._backward[0]() is not None:
+            return  # inside one
+
+        # Torch holds it until it has called it, or the backward has raised: then nobody else tells us.
+        def end() -> None:
+            self._end_backward()
+
         self._is_unsettled = True
-        self._backward = (task, perf_counter())
+        self._backward = (weakref.ref(end), perf_counter())
         self.recorder.begin(BACKWARD)
         self.streaming.restart(self._runs(BACKWARD))
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def _end_backward(self) -> None:
         if self._backward is None or self._is_closed:
@@ -347,7 +354,11 @@ class WrappedRun:
             plan = make_plan(specs, trace, budgets, self.links)
         except BudgetError:
             return  # activations will have to leave again; weights stream as they do
-        streaming.place(plan, left)
+        try:
+            streaming.place(plan, left)
+        except BaseException:
+            self._is_due = True  # carried out in part
+            raise
         self.num_plans += 1
         self.plan = self._describe(plan)
 
