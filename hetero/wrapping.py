@@ -137,7 +137,7 @@ def _check_options(device: Any, disk: Any, disk_memory: Any, activations: str, p
     if disk is not None and not isinstance(disk, (str, os.PathLike)):
         raise ConfigError(f"disk={disk!r} is a {type(disk).__name__}, not a folder's path")
     if disk is None and disk_memory != "auto":
-        raise ConfigError(f'disk_memory={disk_memory!r} limits a disk tier, and there is none: set disk="FOLDER" as well')
+        raise ConfigError(f'disk_memory={disk_memory!r} limits a disk tier: set disk="FOLDER" as well')
     if disk is None and activations == "disk":
         raise ConfigError(f'activations={activations!r} needs a disk tier: set disk="FOLDER" as well')
     if progress is not None and not callable(progress):
