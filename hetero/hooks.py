@@ -35,7 +35,7 @@ class PassHooks:
     """Tells a listener of the passes of one model, on one thread at a time.
 
     A pass is the forward of an outermost module of the model, whichever that is. While one thread is in a pass, others
-    go by unseen, and so do forwards inside torch.func transforms and inside torch.compile's tracing.
+    go by unseen, and so do forwards that torch.func transforms, or that torch.compile or torch.jit traces.
     """
 
     def __init__(self, model: nn.Module, listener: Listener) -> None:
@@ -94,10 +94,11 @@ class PassHooks:
         self._begin(self._root, frame)
 
     def _before(self, module: nn.Module, args: Any) -> None:
-        self._begin(module, sys._getframe(1))
+        if not _is_transformed():  # first: torch.compile traces this line, and nothing after it
+            self._begin(module, sys._getframe(1))
 
     def _begin(self, module: nn.Module, frame: FrameType) -> None:
-        if self._members.get(id(module)) is not module or _is_transformed():
+        if self._members.get(id(module)) is not module:
             return
         if self._stack:
             if self._is_over():  # the listener finds out by itself that no `end_pass` came
@@ -120,9 +121,9 @@ class PassHooks:
         self._stack.append((module, lease))
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._thread != threading.get_ident() or not any(entered is module for entered, _ in self._stack):
+        if _is_transformed() or self._thread != threading.get_ident():
             return
-        if _is_transformed():  # as in `_begin`
+        if not any(entered is module for entered, _ in self._stack):
             return
         try:
             while True:
@@ -163,4 +164,9 @@ class _Watch:
 
 
 def _is_transformed() -> bool:
-    return torch._C._functorch.peek_interpreter_stack() is not None or torch.compiler.is_compiling()
+    """Whether torch.compile, torch.export, torch.func or torch.jit.trace looks at this forward."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+    )

@@ -168,7 +168,7 @@ class SavedTensors:
     def pack(self, tensor: Tensor) -> Packed:
         if type(tensor) is not Tensor and not isinstance(tensor, torch.nn.Parameter):
             return Plain(tensor)
-        if tensor.layout is not torch.strided or tensor.numel() == 0:
+        if not _has_memory(tensor):
             return Plain(tensor)
         found = self._leases.find(tensor)
         if found is not None:
@@ -204,6 +204,17 @@ class SavedTensors:
                         if torch.equal(same, weight.to(tensor.dtype)):
                             return CastRef(chunk, view, tensor, is_transposed, self._leases)
         return None
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor is a run of bytes and nothing cleverer."""
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not tensor._is_zerotensor()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and tensor.numel() > 0
+    )
 
 
 class Interception:
