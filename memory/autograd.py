@@ -86,6 +86,7 @@ class WeightRef:
 
     def __init__(self, chunk: WeightChunk, offset: int, tensor: Tensor, leases: Leases) -> None:
         self._chunk, self._offset, self._leases = chunk, offset, leases
+        chunk.references.append(None)
         self._shape, self._stride, self._dtype = tensor.shape, tensor.stride(), tensor.dtype
         self._version = Version(tensor)
 
@@ -95,6 +96,9 @@ class WeightRef:
             self._chunk, lambda base: view_bytes(base, self._offset, self._shape, self._stride, self._dtype)
         )
 
+    def __del__(self) -> None:
+        self._chunk.references.pop()
+
 
 class CastRef:
     """A weight in autocast's dtype."""
@@ -103,8 +107,12 @@ class CastRef:
 
     def __init__(self, chunk: WeightChunk, view: View, tensor: Tensor, is_transposed: bool, leases: Leases) -> None:
         self._chunk, self._view, self._leases = chunk, view, leases
+        chunk.references.append(None)
         self._dtype, self._is_transposed = tensor.dtype, is_transposed
         self._version = Version(view.parameter)
+
+    def __del__(self) -> None:
+        self._chunk.references.pop()
 
     def unpack(self) -> Tensor:
         self._version.check()
@@ -175,7 +183,7 @@ class SavedTensors:
             return _with_flags(WeightRef(*found, tensor, self._leases), tensor)
         if tensor.numel() * tensor.element_size() < SMALL_NBYTES or self._leases.is_persistent(tensor):
             return Plain(tensor)
-        if torch.is_autocast_enabled(tensor.device.type):
+        if tensor.dtype in (torch.bfloat16, torch.float16):  # torch says autocast is off inside a cast operation
             cast = self._cast_of(tensor)
             if cast is not None:
                 return cast
@@ -188,8 +196,6 @@ class SavedTensors:
     def _cast_of(self, tensor: Tensor) -> CastRef | None:
         """A weight of the running module, cast by autocast. Recognised by its bits, so it cannot be taken for
         another."""
-        if tensor.dtype != torch.get_autocast_dtype(tensor.device.type):
-            return None
         with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
             plain = tensor.detach()
             for chunk in self._leases.computing():
