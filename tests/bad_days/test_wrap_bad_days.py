@@ -530,7 +530,7 @@ def test_close_in_the_middle_of_a_pass_is_refused_on_any_thread(
     handles = [
         model.layers[2].register_forward_hook(close),
         model.layers[3].register_forward_hook(close_elsewhere),
-        model.get_parameter("layers.1.bias").register_hook(close),  # in backward  # type: ignore[no-untyped-call]
+        model.get_parameter("layers.1.bias").register_hook(close),  # type: ignore[no-untyped-call]
     ]
     for seed in range(3):
         assert same(step(model, seed), expected[seed])
