@@ -355,4 +355,5 @@ class ActivationStore:
             self._ledger.give(tier, ACTIVATIONS, nbytes)
 
     def _host(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._device.torch_device.type == "cuda")
+        is_pinned = self._device.torch_device.type == "cuda"
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)

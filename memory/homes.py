@@ -115,7 +115,7 @@ class Homes:
     def _memory(self, chunk: WeightChunk) -> Tensor:
         """RAM of torch's own with the chunk's address modulo 64."""
         with torch.inference_mode(False):
-            whole = torch.empty(chunk.residue + chunk.nbytes + 63, dtype=torch.uint8)
+            whole = torch.empty(chunk.residue + chunk.nbytes + 63, dtype=torch.uint8, device="cpu")
             start = (chunk.residue - whole.data_ptr()) % 64
             return whole[start : start + chunk.nbytes] if start else whole[: chunk.nbytes]
 

@@ -563,6 +563,25 @@ def test_an_exception_inside_the_block_closes_the_run_and_goes_on(
         check_plain(model, tmp_path, expected)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_default_device_of_torch_is_nobodys_business(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, expected: list[list[Tensor]]
+) -> None:
+    monkeypatch.setattr("hetero.memory.activations.LARGE_NBYTES", 4096)
+    monkeypatch.setattr("hetero.memory.activations.WINDOW_NBYTES", 16 << 10)
+    model, inputs = Net(), [x(seed) for seed in range(4)]
+    with torch.device("meta"):
+        run = wrap(model, tmp_path, device, activations="disk")
+        for given, (output, *_) in zip(inputs, expected, strict=True):
+            model.zero_grad()
+            found = model(given)
+            assert torch.equal(found, output)
+            found.square().mean().backward()
+        assert run.plan.state == "planned" and run.stats().activations_back_nbytes > 0
+        run.close()
+    check_plain(model, tmp_path, expected)
+
+
 def test_a_closed_run_still_tells_its_figures(tmp_path: Path) -> None:
     model = Net()
     with wrap(model, tmp_path) as run:
