@@ -6,8 +6,8 @@ Note [what a saved tensor becomes]
     - a view of a chunk, in a slot or at home: a `WeightRef` (chunk, offset, shape, stride, dtype). Backward leases the
       chunk again, and the view it gets keeps the slot by its life;
     - a cast copy of a weight (autocast): a `CastRef`, cast again in backward from the same bytes;
-    - a small tensor, a parameter or a buffer: itself, detached (returning the tensor itself would leak it when no
-      backward follows);
+    - a small tensor, a parameter or a buffer, a part of larger data that was there before (a batch of a data set):
+      itself, detached (returning the tensor itself would leak it when no backward follows);
     - anything else: an `Activation`, whose bytes the ledger counts and the store may move (activations.py).
     Hooks switch torch's own in-place check off, so each of these checks the version counter, with torch's error.
     A tensor packed under foreign hooks (save_on_cpu, non-reentrant checkpointing), inside the pass or around it, never
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from hetero.memory.activations import Activation, ActivationStore
-from hetero.memory.weights import View, WeightChunk, view_bytes
+from hetero.memory.weights import View, WeightChunk, span_of, view_bytes
 
 SMALL_NBYTES = 4096
 """A saved tensor smaller than this is neither counted nor moved."""
@@ -187,6 +187,8 @@ class SavedTensors:
             cast = self._cast_of(tensor)
             if cast is not None:
                 return cast
+        if _is_part_of_data(tensor):
+            return Plain(tensor)
         return _with_flags(self._activations.add(tensor, Version(tensor)), tensor)
 
     def unpack(self, packed: Packed | Activation) -> Tensor:
@@ -221,6 +223,12 @@ def _has_memory(tensor: Tensor) -> bool:
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         and tensor.numel() > 0
     )
+
+
+def _is_part_of_data(tensor: Tensor) -> bool:
+    """Whether a tensor shows a lesser part of memory that no differentiable operation made: it is not ours to count."""
+    start, end = span_of(tensor)
+    return tensor.grad_fn is None and 2 * (end - start) < tensor.untyped_storage().nbytes()
 
 
 class Interception:

@@ -307,6 +307,37 @@ def test_training_that_cannot_fit_says_what_is_missing_and_training_goes_on_with
     assert fixed < budgets[first] <= fixed + 2 * counts.largest + PAGE
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("policy", ["auto", "disk"])
+def test_a_batch_of_a_large_data_set_is_the_users_memory_and_stays(tmp_path: Path, device: str, policy: Policy) -> None:
+    data = torch.randn(100 * BATCH, WIDTHS[0], generator=torch.Generator().manual_seed(1))
+
+    def found(model: nn.Module, i: int) -> list[Tensor]:
+        model.zero_grad()
+        output = model(data[i * BATCH : (i + 1) * BATCH])
+        output.square().sum().backward()
+        return [output.detach().clone()] + [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    model, plain = Net(), Net()
+    model.table.zero_()
+    plain.table.zero_()
+    for each in (model, plain):
+        each.forward = functools.partial(forward_of_the_batch_itself, each)  # type: ignore[method-assign]
+    counts = Counts(model)
+    with wrap(model, tmp_path, device, counts.budgets(device, 0.3, BOUNCE_NBYTES), activations=policy) as run:
+        for i in range(4):
+            assert same(found(model, i), found(plain, i))
+        assert run.plan.num_streamed > 0
+        assert run.plan.activations_nbytes <= counts.activations - BATCH * WIDTHS[0] * 4 < data.nbytes
+
+
+def forward_of_the_batch_itself(model: Net, x: Tensor) -> Tensor:
+    for layer in model.layers:
+        x = layer(x).relu()
+    y: Tensor = model.norm(x)
+    return y
+
+
 # -- traffic -----------------------------------------------------------------------------------------------------------
 
 
