@@ -194,7 +194,12 @@ class WrappedRun:
                 self.recorder.abort()
             else:
                 self._end_phase(phase)
-        self.streaming.restart(())
+        try:
+            self.streaming.restart(())
+        except HeteroError:
+            if failed:
+                return  # the forward's own error tells; the next pass recovers
+            raise
         self._is_unsettled = False
         self._rest()
 

@@ -474,6 +474,41 @@ def test_a_disk_that_fails_at_the_end_loses_no_weight(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("comes_back", [True, False], ids=["late", "never"])
+def test_a_disk_that_does_not_answer_is_an_error_and_no_hang(
+    tmp_path: Path, disk: Disk, expected: list[list[Tensor]], device: str, comes_back: bool
+) -> None:
+    disk.timeout_s = 0.3
+    model = Net()
+    run = wrap(model, tmp_path, device)
+    for seed in range(3):
+        step(model, seed)
+    assert run.plan.disk_nbytes > 0
+    output = model(x(1))
+    disk.fault = lambda block: None if block.write else Fault(stuck=True)
+    for attempt in (lambda: output.square().mean().backward(), lambda: step(model), lambda: step(model)):
+        with pytest.raises(IOEngineError, match="the disk does not answer") as caught:
+            attempt()
+        assert caught.value.errno == errno.ETIMEDOUT
+    del output, attempt, caught
+    if comes_back:
+        disk.fault = None
+        for backend in disk.backends:
+            backend.release_stuck()
+        for seed in range(4):
+            assert same(step(model, seed), expected[seed])
+        run.close()
+    else:
+        with pytest.raises(IOEngineError, match="the disk does not answer"):
+            run.close()
+        for backend in disk.backends:
+            backend.release_stuck()
+    assert list(tmp_path.iterdir()) == []
+    for seed in range(4):
+        assert same(step(model, seed), expected[seed])
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_second_backward_after_one_that_failed_uses_the_weights_of_then(
     tmp_path: Path, disk: Disk, device: str
 ) -> None:
