@@ -12,7 +12,7 @@ Note [on the move]
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from typing import Literal, Protocol
@@ -235,8 +235,7 @@ class ActivationStore:
         assert memory.tensor is not None
         where = memory.tensor.data_ptr()
         self._device.adopt((where, memory.nbytes))
-        after = (self._device.record(),)
-        return self._device.copy(host.data_ptr(), where, memory.nbytes, to_device=False, after=after)
+        return self._copy(host.data_ptr(), where, memory.nbytes, to_device=False, after=(self._device.record(),))
 
     def _to_disk(self, memory: Memory) -> Future[int]:
         assert self._store is not None and self._store.file is not None
@@ -268,7 +267,14 @@ class ActivationStore:
     def _to_first(self, host: Tensor) -> tuple[Tensor, Event]:
         base = torch.empty(host.numel(), dtype=torch.uint8, device=self._device.torch_device)
         self._device.adopt((base.data_ptr(), base.numel()))
-        return base, self._device.copy(base.data_ptr(), host.data_ptr(), host.numel(), to_device=True)
+        return base, self._copy(base.data_ptr(), host.data_ptr(), host.numel(), to_device=True)
+
+    def _copy(self, dst: int, src: int, nbytes: int, *, to_device: bool, after: Sequence[Event] = ()) -> Event:
+        try:
+            return self._device.copy(dst, src, nbytes, to_device=to_device, after=after)
+        except BaseException:
+            self._device.synchronize()  # an interrupt may have come when it was issued, and the memory goes now
+            raise
 
     def _prefetch(self, memory: Memory) -> None:
         room = WINDOW_NBYTES

@@ -96,9 +96,8 @@ class _Link:
 
     def __init__(self, name: str, bandwidth_bytes_per_s: float | None, latency_s: float) -> None:
         self.name = name
-        self._copies: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
+        self._copies: queue.SimpleQueue[_Copy | Latch | None] = queue.SimpleQueue()
         self._num_issued = 0
-        self._last_event: CopyEvent | None = None
         self._first_error: BaseException | None = None
         self._bandwidth, self._latency_s = bandwidth_bytes_per_s, latency_s
         self._free_at_s = 0.0
@@ -111,14 +110,14 @@ class _Link:
         return CopyEvent(self.name, self._num_issued)
 
     def issue(self, copy: _Copy) -> None:
-        # In this order: an interrupt between the two must not leave an event that nobody will set.
         self._copies.put(copy)
-        self._last_event = copy.event
 
     def drain(self) -> None:
-        """Block until every copy issued so far has ended, well or not."""
-        if self._last_event is not None:
-            self._last_event.wait()
+        """Block until every copy issued so far has ended, well or not; also one whose issuer was interrupted."""
+        if self._thread.is_alive():
+            latch = Latch()
+            self._copies.put(latch)
+            latch.wait()
 
     def synchronize(self) -> None:
         self.drain()
@@ -131,6 +130,9 @@ class _Link:
 
     def _run(self) -> None:
         while (copy := self._copies.get()) is not None:
+            if isinstance(copy, Latch):
+                copy.open()
+                continue
             error: BaseException | None = None
             try:
                 self._carry_out(copy)
