@@ -229,6 +229,18 @@ class EmulatedDevice:
         self._is_closed = False
 
     def allocate(self, nbytes: int, *, name: str) -> ArenaLike:
+        arena = None
+        try:
+            arena = self._add_arena(nbytes, name)
+            if self._poison:
+                ctypes.memset(arena.address, POISON, arena.nbytes)
+        except BaseException:
+            if arena in self._arenas:
+                self._arenas.remove(arena)  # nobody will close it
+            raise
+        return arena
+
+    def _add_arena(self, nbytes: int, name: str) -> _DeviceArena:
         with self._lock:
             free = self._free_nbytes()
             if round_up(nbytes, PAGE_NBYTES) > free:
@@ -243,9 +255,7 @@ class EmulatedDevice:
                 )
             arena = _DeviceArena(Arena(nbytes, name=name), self._forget)
             self._arenas.append(arena)
-        if self._poison:
-            ctypes.memset(arena.address, POISON, arena.nbytes)
-        return arena
+            return arena
 
     def allocate_host(self, nbytes: int, *, name: str) -> ArenaLike:
         return Arena(nbytes, name=name)
