@@ -165,10 +165,14 @@ class _Link:
 class _DeviceArena:
     """Memory of the emulated gpu tier, counted against its capacity until closed."""
 
-    def __init__(self, arena: Arena, on_close: Callable[[_DeviceArena], None]) -> None:
-        self.address, self.nbytes = arena.address, arena.nbytes
-        self._arena: Arena | None = arena
+    def __init__(self, nbytes: int, on_close: Callable[[_DeviceArena], None]) -> None:
+        self.address, self.nbytes = 0, nbytes
+        self._arena: Arena | None = None
         self._on_close = on_close
+
+    def back(self, arena: Arena) -> None:
+        """Put memory behind it."""
+        self.address, self._arena = arena.address, arena
 
     @property
     def keeper(self) -> object:
@@ -229,9 +233,10 @@ class EmulatedDevice:
         self._is_closed = False
 
     def allocate(self, nbytes: int, *, name: str) -> ArenaLike:
-        arena = None
+        arena = _DeviceArena(round_up(nbytes, PAGE_NBYTES), self._forget)
         try:
-            arena = self._add_arena(nbytes, name)
+            self._count(arena, nbytes, name)
+            arena.back(Arena(nbytes, name=name))
             if self._poison:
                 ctypes.memset(arena.address, POISON, arena.nbytes)
         except BaseException:
@@ -240,10 +245,11 @@ class EmulatedDevice:
             raise
         return arena
 
-    def _add_arena(self, nbytes: int, name: str) -> _DeviceArena:
+    def _count(self, arena: _DeviceArena, nbytes: int, name: str) -> None:
+        """Count it against the capacity, before there is memory behind it."""
         with self._lock:
             free = self._free_nbytes()
-            if round_up(nbytes, PAGE_NBYTES) > free:
+            if arena.nbytes > free:
                 largest = max((arena.nbytes for arena in self._arenas), default=0)
                 raise OutOfMemoryError(
                     f"the emulated GPU of {format_size(self.capacity_nbytes)} has {format_size(free)} free; {name!r} "
@@ -253,9 +259,7 @@ class EmulatedDevice:
                     free_nbytes=free,
                     largest_holder=f"an arena of {format_size(largest)}" if largest else None,
                 )
-            arena = _DeviceArena(Arena(nbytes, name=name), self._forget)
             self._arenas.append(arena)
-            return arena
 
     def allocate_host(self, nbytes: int, *, name: str) -> ArenaLike:
         return Arena(nbytes, name=name)
