@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from contextlib import nullcontext
+from functools import partial
 from types import FrameType
 from typing import Any, Protocol
 
@@ -16,9 +17,14 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from hetero.turns import Holder, Turn
+
 
 class Listener(Protocol):
     """What wants to know. What `enter` and `begin_pass` raise reaches the model's caller."""
+
+    def begin_backward(self) -> None:
+        """Something happens inside a backward: it begins, unless it has already."""
 
     def begin_pass(self, *, in_backward: bool) -> None:
         """The outermost module starts. `in_backward`: activation checkpointing computes it once more."""
@@ -32,10 +38,10 @@ class Listener(Protocol):
 
 
 class PassHooks:
-    """Tells a listener of the passes of one model, on one thread at a time.
+    """Tells a listener of the passes of one model, on one thread at a time: `turn` says which.
 
-    A pass is the forward of an outermost module of the model, whichever that is. While one thread is in a pass, others
-    go by unseen, and so do forwards that torch.func transforms, or that torch.compile or torch.jit traces.
+    A pass is the forward of an outermost module of the model, whichever that is. Forwards that torch.func transforms,
+    or that torch.compile or torch.jit traces, go by unseen.
     """
 
     def __init__(self, model: nn.Module, listener: Listener) -> None:
@@ -44,6 +50,8 @@ class PassHooks:
         self._is_called_by_parts = False
         self._listener = listener
         self._stack: list[tuple[nn.Module, Any]] = []
+        self.turn = Turn()
+        self._turn_before: Holder | None = None
         self._thread = 0
         self._frame: FrameType | None = None  # of the outermost module's call
         self._handles: list[Any] = []
@@ -55,12 +63,12 @@ class PassHooks:
     @property
     def is_inside(self) -> bool:
         """Whether this thread is inside a pass now."""
-        return bool(self._stack) and self._thread == threading.get_ident()
+        return bool(self._stack) and self._thread == threading.get_ident() and not _is_over(self._frame)
 
     @property
     def is_busy(self) -> bool:
-        """Whether any thread is inside a pass."""
-        return bool(self._stack) and not self._is_over()
+        """Whether any thread is inside a pass or a backward."""
+        return self.turn.is_taken
 
     @property
     def current(self) -> nn.Module | None:
@@ -100,31 +108,31 @@ class PassHooks:
     def _begin(self, module: nn.Module, frame: FrameType) -> None:
         if self._members.get(id(module)) is not module:
             return
-        if self._stack:
-            if self._is_over():  # the listener finds out by itself that no `end_pass` came
-                self._stack.clear()
-            elif self._thread != threading.get_ident():
-                return
-        is_outermost = not self._stack
+        me = threading.get_ident()
+        is_outermost = not self._stack or self._thread != me or _is_over(self._frame)
         if is_outermost:
-            self._thread = threading.get_ident()
+            if torch._C._current_graph_task_id() != -1:
+                self._listener.begin_backward()  # its turn outlasts that of the pass
+            before = self.turn.take(partial(_is_over, frame))
+            self._stack.clear()  # of a pass that never ended; the listener finds that out by itself
+            self._thread, self._frame, self._turn_before = me, frame, before
             self._is_called_by_parts |= module is not self._root
-            self._listener.begin_pass(in_backward=torch._C._current_graph_task_id() != -1)
+        self.turn.progress += 1
         try:
-            lease = self._listener.enter(module)
+            if is_outermost:
+                self._listener.begin_pass(in_backward=torch._C._current_graph_task_id() != -1)
+            self._stack.append((module, self._listener.enter(module)))
         except BaseException:
             if is_outermost:
-                self._listener.end_pass(failed=True)
+                self._end(failed=True)
             raise
-        if is_outermost:
-            self._frame = frame
-        self._stack.append((module, lease))
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if _is_transformed() or self._thread != threading.get_ident():
             return
         if not any(entered is module for entered, _ in self._stack):
             return
+        self.turn.progress += 1
         try:
             while True:
                 entered, lease = self._stack.pop()
@@ -133,18 +141,14 @@ class PassHooks:
                     break
         finally:
             if not self._stack:
-                self._frame = None
-                self._listener.end_pass(failed=output is None)
+                self._end(failed=output is None)
 
-    def _is_over(self) -> bool:
-        """Whether the pass ended without telling: torch calls no hook for a KeyboardInterrupt."""
-        if self._frame is None:
-            return False
+    def _end(self, *, failed: bool) -> None:
         try:
-            self._frame.clear()
-        except RuntimeError:  # it is executing
-            return False
-        return True
+            self._listener.end_pass(failed=failed)
+        finally:
+            self._frame = None
+            self.turn.give(self._turn_before)
 
 
 class _Watch:
@@ -161,6 +165,17 @@ class _Watch:
 
     def __reduce__(self) -> Any:
         return getattr, (nullcontext(), "__exit__")  # takes anything, does nothing, and needs no hetero to be loaded
+
+
+def _is_over(frame: FrameType | None) -> bool:
+    """Whether a call has ended, told or untold: torch calls no hook for a KeyboardInterrupt."""
+    if frame is None:
+        return True
+    try:
+        frame.clear()
+    except RuntimeError:  # it is executing
+        return False
+    return True
 
 
 def _is_transformed() -> bool:

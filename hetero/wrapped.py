@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -36,12 +37,22 @@ from hetero.report.progress import Progress, ProgressCallback
 from hetero.report.timeline import CounterSample, Span, write_timeline
 from hetero.report.wrapped import TierShare, TierUse, WrapPlan, WrapStats
 from hetero.streaming import RING, Lease, Streaming
+from hetero.turns import Holder
 
 FORWARD, TRAIN, BACKWARD = "forward", "train forward", "backward"
 GRADIENTS, OTHERS, BOUNCE = "gradients", "buffers and small weights", "i/o bounce buffers"
 NUM_SPANS_KEPT = 1 << 14
 
 _live: list[WrappedRun] = []  # until closed: a run must not end because nobody keeps its handle
+
+
+class _Backward(NamedTuple):
+    """One that is under way: `end` is dead when it has ended or raised."""
+
+    thread: int
+    end: weakref.ref[Callable[[], None]]
+    turn_before: Holder | None
+    start_s: float
 
 
 class WrappedRun:
@@ -78,7 +89,7 @@ class WrappedRun:
         self.num_passes = dict.fromkeys((FORWARD, TRAIN, BACKWARD), 0)
         self._pass: tuple[str, float] | None = None
         self._in_backward: list[bool] = []
-        self._backward: tuple[weakref.ref[Callable[[], None]], float] | None = None  # its end, its start
+        self._backward: _Backward | None = None
         self._saved_hooks: list[Interception | None] = []
         self._planned_ids: set[int] = set()
         self._activation_peaks: dict[str, int] = {}
@@ -172,10 +183,8 @@ class WrappedRun:
             self._pass = (phase, perf_counter())
             self.recorder.begin(phase)
             self.streaming.restart(self._runs(phase))
-        else:
-            self.begin_backward()
-            if has_grad:
-                self._begin_training()
+        elif has_grad:
+            self._begin_training()
         self._in_backward.append(in_backward)
         self._push_hooks() if has_grad else self._saved_hooks.append(None)
 
@@ -253,17 +262,22 @@ class WrappedRun:
                 self.plan = replace(self._describe(None), state="planned")
 
     def begin_backward(self) -> None:
-        if torch._C._current_graph_task_id() == -1 or self._in_backward == [False] or self._is_closed:
-            return  # outside any, or one that a forward itself runs
-        if self._backward is not None and self._backward[0]() is not None:
+        if torch._C._current_graph_task_id() == -1 or self._is_closed:
+            return
+        if self._hooks.is_inside and self._in_backward == [False]:
+            return  # one that a forward itself runs
+        me = threading.get_ident()
+        if self._backward is not None and self._backward.thread == me and self._backward.end() is not None:
             return  # inside one
 
         # Torch holds it until it has called it, or the backward has raised: then nobody else tells us.
         def end() -> None:
             self._end_backward()
 
+        alive = weakref.ref(end)
+        turn_before = self._hooks.turn.take(lambda: alive() is None)
         self._is_unsettled = True
-        self._backward = (weakref.ref(end), perf_counter())
+        self._backward = _Backward(me, alive, turn_before, perf_counter())
         self.recorder.begin(BACKWARD)
         self.streaming.restart(self._runs(BACKWARD))
         torch.autograd.Variable._execution_engine.queue_callback(end)
@@ -271,13 +285,16 @@ class WrappedRun:
     def _end_backward(self) -> None:
         if self._backward is None or self._is_closed:
             return
-        self._spans.append(Span(BACKWARD, "passes", self._backward[1], perf_counter()))
-        self._backward = None
-        self.activations.collect()
-        self._end_phase(BACKWARD)
-        self.streaming.restart(())
-        self._is_unsettled = False
-        self._rest()
+        backward, self._backward = self._backward, None
+        self._spans.append(Span(BACKWARD, "passes", backward.start_s, perf_counter()))
+        try:
+            self.activations.collect()
+            self._end_phase(BACKWARD)
+            self.streaming.restart(())
+            self._is_unsettled = False
+            self._rest()
+        finally:
+            self._hooks.turn.give(backward.turn_before)
 
     def _rest(self) -> None:
         """When all weights are where they are computed on, see nothing any more of a phase that was seen whole."""
@@ -308,6 +325,7 @@ class WrappedRun:
     def view(self, chunk: WeightChunk, make: Callable[[Tensor], Tensor]) -> Tensor:
         if self._is_closed:
             return make(chunk.base)
+        self._hooks.turn.progress += 1
         self.recorder.request()
         tensor = self.streaming.view(chunk, make)
         self.recorder.grant(chunk.name, (chunk.chunk_id,))

@@ -1,0 +1,55 @@
+"""One thread at a time: a pass of a model, or a backward through one. Others wait."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from time import monotonic, sleep
+
+from hetero.io.errors import HeteroError
+
+PATIENCE_S = 60.0
+"""So long a thread waits for one that does not go on."""
+POLL_S = 0.0005
+
+Holder = tuple[int, Callable[[], bool]]
+"""A thread, and whether what it does is over: an interrupted pass, or a backward that raised, tells nobody."""
+
+
+class Turn:
+    """Who may lease. What a thread does inside its own turn (a backward in a forward, a recomputation in a backward)
+    is a part of it.
+    """
+
+    def __init__(self) -> None:
+        self.progress = 0  # whoever has the turn raises it
+        self._lock = threading.Lock()
+        self._holder: Holder | None = None
+
+    @property
+    def is_taken(self) -> bool:
+        holder = self._holder
+        return holder is not None and not holder[1]()
+
+    def take(self, is_over: Callable[[], bool]) -> Holder | None:
+        """Wait for the turn. What is returned is for `give`. Raises HeteroError when whoever has it does not go on."""
+        me = threading.get_ident()
+        seen, since_s = -1, 0.0
+        while True:
+            with self._lock:
+                before = self._holder
+                if before is None or before[0] == me or before[1]():
+                    self._holder = me, is_over
+                    return before if before is not None and before[0] == me else None
+            if self.progress != seen:
+                seen, since_s = self.progress, monotonic()
+            elif monotonic() - since_s > PATIENCE_S:
+                raise HeteroError(
+                    f"another thread is in a forward or a backward of this model, and has not gone on for "
+                    f"{PATIENCE_S:g} s. Threads use a wrapped model in turns: a forward must not wait for another thread's"
+                )
+            sleep(POLL_S)
+
+    def give(self, before: Holder | None) -> None:
+        with self._lock:
+            self._holder = before
