@@ -11,6 +11,7 @@ Note [on the move]
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
@@ -40,6 +41,14 @@ class _Version(Protocol):
     def check(self) -> None: ...
 
 
+class _Death(weakref.ref["Activation"]):
+    """An activation is gone. From there to the store's deque all is C code: a KeyboardInterrupt has no line of Python
+    to hit, where it would be printed, forgotten, and the death with it."""
+
+    __slots__ = ("memory",)
+    memory: Memory
+
+
 class Memory:
     """The bytes of one storage that autograd saved, however many saved tensors look at it.
 
@@ -47,12 +56,12 @@ class Memory:
     extent with its write, or first-tier memory with its copy or read.
     """
 
-    __slots__ = ("arrival", "extent", "incoming", "key", "nbytes", "num_refs", "target", "tensor", "tier")
+    __slots__ = ("arrival", "deaths", "extent", "incoming", "key", "nbytes", "target", "tensor", "tier")
 
     def __init__(self, tensor: Tensor, key: int, tier: str) -> None:
         self.tensor: Tensor | None = tensor
         self.key, self.nbytes, self.tier = key, tensor.numel(), tier
-        self.num_refs = 0
+        self.deaths: dict[int, _Death] = {}  # of the activations that look at it, by id: a dead one has no hash
         self.extent: Extent | None = None
         self.target: str | None = None
         self.incoming: Tensor | None = None
@@ -62,13 +71,15 @@ class Memory:
 class Activation:
     """One saved tensor: a view of a `Memory`."""
 
-    __slots__ = ("_dtype", "_memory", "_offset", "_shape", "_store", "_stride", "_version")
+    __slots__ = ("__weakref__", "_dtype", "_memory", "_offset", "_shape", "_store", "_stride", "_version")
 
     def __init__(self, store: ActivationStore, memory: Memory, tensor: Tensor, version: _Version) -> None:
         self._store, self._memory, self._version = store, memory, version
         self._shape, self._stride, self._dtype = tensor.shape, tensor.stride(), tensor.dtype
         self._offset = tensor.storage_offset()
-        memory.num_refs += 1
+        death = _Death(self, store.dropped.append)  # it may come anywhere, even inside a lock of ours
+        death.memory = memory
+        memory.deaths[id(death)] = death
 
     def unpack(self) -> Tensor:
         """The tensor, in first-tier memory. Blocks while its bytes come back."""
@@ -77,16 +88,13 @@ class Activation:
         empty = torch.empty(0, dtype=self._dtype, device=base.device)
         return empty.set_(base.untyped_storage(), self._offset, self._shape, self._stride)
 
-    def __del__(self) -> None:
-        self._store.dropped.append(self._memory)  # it may run anywhere, even inside a lock of ours: only note it
-
 
 class ActivationStore:
     """Counts what autograd saved, and moves it. Used by one thread at a time.
 
-    `policy`: "keep" never moves anything; "cpu" (behind a gpu tier) and "disk" move what is large as soon as it is saved,
-    and else, as "auto" does, what there is no room for. `reserve(tier, holder, nbytes)` books in the ledger, and makes room or raises
-    OutOfMemoryError. Engine, device, ledger and store are the caller's and outlive this.
+    `policy`: "keep" never moves anything; "cpu" (behind a gpu tier) and "disk" move what is large as soon as it is
+    saved, and else, as "auto" does, what there is no room for. `reserve(tier, holder, nbytes)` books in the ledger, and
+    makes room or raises OutOfMemoryError. Engine, device, ledger and store are the caller's and outlive this.
     """
 
     def __init__(
@@ -100,7 +108,7 @@ class ActivationStore:
         reserve: Callable[[str, str, int], None],
     ) -> None:
         self.policy = policy
-        self.dropped: deque[Memory] = deque()
+        self.dropped: deque[_Death] = deque()
         self.out_nbytes = 0
         self.back_nbytes = 0
         self._device, self._engine, self._ledger, self._store = device, engine, ledger, store
@@ -164,10 +172,11 @@ class ActivationStore:
     def collect(self) -> None:
         """Forget what autograd has let go of."""
         while self.dropped:
-            memory = self.dropped.popleft()
-            memory.num_refs -= 1
-            if memory.num_refs == 0:
-                self._forget(memory)
+            death = self.dropped[0]  # until all is done: an interrupt may come, and then it is done again
+            death.memory.deaths.pop(id(death), None)
+            if not death.memory.deaths:
+                self._forget(death.memory)
+            self.dropped.popleft()
 
     def recover(self) -> None:
         """After an interrupt, with nothing in flight any more: what was on the move is where it was."""
@@ -177,6 +186,8 @@ class ActivationStore:
                 memory.target = memory.incoming = memory.arrival = None
             if memory.extent is not None and memory.tier != "disk":
                 self._free_extent(memory)
+        known = self._memories
+        self._by_key = {k: m for k, m in self._by_key.items() if m.tier == self._first and id(m) in known}
         self.collect()
         for tier in self._ledger.tiers():
             held = sum(memory.nbytes for memory in self._memories.values() if memory.tier == tier)
@@ -313,18 +324,15 @@ class ActivationStore:
             arrival.synchronize()
             if target == self._first:
                 self._device.wait(arrival)
-        if target == "disk":
-            memory.tensor = None
+        # An interrupt comes at a call, so none falls between these lines.
+        memory.tensor = memory.incoming if target != "disk" else None
+        memory.tier, memory.target, memory.incoming, memory.arrival = target, None, None, None
+        if before == "disk":
+            self._free_extent(memory)
         else:
-            memory.tensor = memory.incoming
-            if before == "disk":
-                self._free_extent(memory)
+            self._give(before, memory.nbytes)
         if self._by_key.get(memory.key) is memory:
             del self._by_key[memory.key]
-        if before != "disk":
-            self._give(before, memory.nbytes)
-        memory.tier = target
-        memory.target = memory.incoming = memory.arrival = None
 
     def _stay(self, memory: Memory, *, is_stuck: bool) -> None:
         """A move failed: the bytes are where they were. `is_stuck`: the kernel may still write to the extent."""
@@ -352,9 +360,9 @@ class ActivationStore:
         memory.tensor = None
 
     def _free_extent(self, memory: Memory) -> None:
-        assert self._store is not None and memory.extent is not None
-        self._store.free(memory.extent)
-        memory.extent = None
+        extent, memory.extent = memory.extent, None  # first: after an interrupt it must not be freed again
+        assert self._store is not None and extent is not None
+        self._store.free(extent)
 
     def _give(self, tier: str, nbytes: int) -> None:
         if not self._is_closed:  # then nothing is booked any more

@@ -24,6 +24,7 @@ from hetero.memory.activations import ACTIVATIONS, Activation, ActivationStore, 
 from hetero.memory.device import CpuDevice, Device
 from hetero.memory.device_emulated import EmulatedDevice
 from hetero.memory.ledger import Ledger, LedgerEvent
+from tests.interrupting import InterruptAt
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 DEVICES = ("cpu", "emulated")
@@ -161,6 +162,18 @@ def quick() -> Iterator[None]:
 def small_window(monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(module, "WINDOW_NBYTES", 3 * LARGE)
     return 3 * LARGE
+
+
+# -- the life of an activation ----------------------------------------------------------------------------------------
+
+
+def test_an_interrupt_as_an_activation_dies_is_raised_and_its_bytes_are_freed(tmp_path: Path) -> None:
+    with rig(tmp_path) as r:
+        activation, _ = r.save(LARGE, 0)
+        with pytest.raises(KeyboardInterrupt), InterruptAt(1):
+            del activation
+            r.activations.collect()
+        r.check_empty()
 
 
 # -- policies ----------------------------------------------------------------------------------------------------------
