@@ -8,6 +8,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from time import perf_counter
 
+import torch
 from torch import Tensor, nn
 
 from hetero.io.engine import Engine
@@ -23,7 +24,7 @@ from hetero.memory.plan_types import Plan
 from hetero.memory.ring import Ring
 from hetero.memory.schedule import Run
 from hetero.memory.states import ExecutorStats, Residency
-from hetero.memory.weights import Place, WeightChunk, span_of
+from hetero.memory.weights import Place, WeightChunk, num_holders, span_of
 
 RING = "ring"
 NUM_SPANS_KEPT = 1 << 16
@@ -56,6 +57,7 @@ class Streaming:
         self.num_unleased = 0
         self._collect_after_s = 0.0
         self._device, self._engine, self._store, self._ledger = device, engine, store, ledger
+        self._parameters = list(model.parameters())
         by_parameter = {id(view.parameter): chunk for chunk in chunks for view in chunk.views}
         self.own = {
             id(module): tuple(
@@ -218,8 +220,17 @@ class Streaming:
                 if self.executor is not None and goal is Place.CPU:
                     self.executor.set_host(chunk.chunk_id, chunk.host_range)
         if self.executor is None and self.streamed:
+            self._make_staging_room()
             self.open_executor(self.ring_nbytes, self.staging_nbytes)
         return self.homes.num_moves > num_moves
+
+    def _make_staging_room(self) -> None:
+        """Behind a gpu tier what is on disk passes through RAM: what is there makes way."""
+        for chunk in self.chunks if self.first == "gpu" and self.homes.has_disk else ():
+            if self._ledger.free("cpu") >= align_up(max(self.staging_nbytes, 4096)):
+                break
+            if chunk.place is Place.CPU:
+                self.homes.move(chunk, Place.DISK)
 
     def _below(self, chunk: WeightChunk) -> Place | None:
         if self.first == "gpu" and self._ledger.can_take("cpu", chunk.nbytes):
@@ -245,6 +256,15 @@ class Streaming:
             self._ledger.correct(tier, WEIGHTS, held if tier != "disk" else 0)
         if self.streamed:
             self.open_executor(*self._ring_sizes)
+
+    def adopt(self) -> None:
+        """Between passes: see what users have put in the place of weights."""
+        for chunk in self.chunks:
+            self._adopt(chunk)
+
+    def away(self) -> list[nn.Parameter]:
+        """Parameters that show memory of the user's own."""
+        return [chunk.views[i].parameter for chunk in self.chunks for i in chunk.away]
 
     # -- leases -------------------------------------------------------------------------------------------------------
 
@@ -321,11 +341,17 @@ class Streaming:
             return None
 
     def _adopt(self, chunk: WeightChunk) -> bool:
-        num_views = len(chunk.views)
-        is_left = chunk.adopt()
-        if len(chunk.views) != num_views and self.executor is not None:
-            self.executor.drop(chunk.chunk_id)  # it has views of what is no longer there
-        return is_left
+        return chunk.adopt(self._is_private)
+
+    def _is_private(self, parameter: nn.Parameter) -> bool:
+        """Whether only parameters of the model look at a parameter's storage, and none of them at its bytes."""
+        storage = parameter.untyped_storage().data_ptr()
+        plain = [p for p in self._parameters if type(p.data) is Tensor and p.layout is torch.strided]
+        others = [p for p in plain if p is not parameter and p.untyped_storage().data_ptr() == storage]
+        start, end = span_of(parameter)
+        if any(low < end and start < high for low, high in map(span_of, others)):
+            return False
+        return num_holders(parameter) <= 1 + len(others)
 
     def _is_fresh(self, chunk: WeightChunk) -> bool:
         """Whether copies made since the last restart are those of today's home; old ones are dropped if they can be."""

@@ -175,6 +175,7 @@ class WrappedRun:
                 self._recover()
             self._is_unsettled = True  # until the pass, and its backward, has ended
             self.activations.collect()
+            self.streaming.adopt()
             if has_grad:
                 self._begin_training()
             if self._is_due:
@@ -245,7 +246,8 @@ class WrappedRun:
             self._reserve(self.streaming.first, GRADIENTS, self._trainable_nbytes)
         # Not those of chunks: when one moves, what is saved next may get its old memory.
         moving = {id(view.parameter) for chunk in self.streaming.chunks for view in chunk.views}
-        tensors = [*(p for p in self.model.parameters() if id(p) not in moving), *self.model.buffers()]
+        fixed = [p for p in self.model.parameters() if id(p) not in moving]
+        tensors = [*fixed, *self.streaming.away(), *self.model.buffers()]
         self._persistent = {t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided}
 
     def _end_phase(self, phase: str) -> None:

@@ -67,12 +67,14 @@ class Homes:
         """Bring a chunk's home to `place`. Blocks. Raises OutOfMemoryError and IOEngineError with nothing changed.
 
         No copy of the chunk may be in the making: the executor must have dropped it. `is_booked`: the ledger has it
-        where it is now.
+        where it is now. A home on disk that somebody else looks at stays there.
         """
         if chunk.place is place:
             return
         chunk.adopt()
         before = chunk.place
+        if before is Place.DISK and chunk.is_watched:
+            return  # its extent would be written again under the eyes of whoever looks at it
         if place is not Place.DISK:
             self._ledger.take(self.tier_of(place), WEIGHTS, chunk.nbytes)
         try:
@@ -117,7 +119,9 @@ class Homes:
         with torch.inference_mode(False):
             whole = torch.empty(chunk.residue + chunk.nbytes + 63, dtype=torch.uint8, device="cpu")
             start = (chunk.residue - whole.data_ptr()) % 64
-            return whole[start : start + chunk.nbytes] if start else whole[: chunk.nbytes]
+            # Not a slice, which would count as one more that looks at the storage.
+            empty = torch.empty(0, dtype=torch.uint8, device="cpu")
+            return empty.set_(whole.untyped_storage(), start, (chunk.nbytes,), (1,))
 
     def _read(self, chunk: WeightChunk) -> Tensor:
         assert self._store is not None and self._store.file is not None and chunk.extent is not None

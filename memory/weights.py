@@ -6,9 +6,15 @@ Note [homes are memory]
     (state_dict, pickle, deepcopy, an optimizer nobody told us of, numpy, a view kept for years) reads and changes the
     truth, and nothing has to be intercepted. Two rules keep it true:
     1. Copies of a home exist only inside a pass; `Executor.restart` drops them at its ends.
-    2. What a forward writes to a leased slot is copied home when the lease ends (version counters, replaced `.data`).
+    2. What a forward writes to a leased slot is copied home when the lease ends (version counters).
     Mapped pages and direct reads agree: before a direct read the kernel writes dirty pages of the range to the file,
     and a direct write drops the range's clean ones.
+
+Note [parameters that are away]
+    `p.data = other` makes a parameter leave its home, and torch tells nobody. New values are copied home, and shown
+    from there, if nobody can tell the difference: no one else looks at the new tensor, no one else at the home (a
+    backup of the old values, the other half of a tie), and no graph will go backward with the old values. Else the
+    parameter is *away*: its module computes on what it shows, which is memory of the user's own, until that changes.
 
 Note [one chunk, one run of bytes]
     A chunk is a connected run of bytes of one storage; two parameters that overlap (tied by storage, views of one
@@ -70,6 +76,8 @@ class WeightChunk:
         self.num_open = 0
         self.version = 0  # of the home that copies were made from
         self.home = self.views_of(base)
+        self.away: frozenset[int] = frozenset()  # views whose parameters show something else
+        self.references: list[None] = []  # one per saved tensor that refers to it; any thread may end one
         self._bound: list[tuple[Tensor, int]] = []
 
     @property
@@ -98,21 +106,26 @@ class WeightChunk:
         """Rises with every write to a parameter that torch can see."""
         return sum(view.parameter._version for view in self.views)
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether tensors that are not the chunk's own look at the home."""
+        return num_holders(self.base) > 1 + 2 * len(self.views) - len(self.away)
+
     def show_home(self) -> None:
-        _show(self.views, self.home)
+        self._show(self.home)
 
     def rehome(self, base: Tensor, place: Place) -> None:
         """Make `base`, which holds the bytes already, the home. The old one dies with its last alias."""
         home = self.views_of(base)
         if self.num_open == 0:
-            _show(self.views, home)
+            self._show(home)
         self.base, self.home, self.place = base, home, place
 
     def open(self, slot: Sequence[Tensor]) -> None:
-        """Show leased bytes. Leases nest."""
+        """Show leased bytes. Leases nest. No parameter may be away."""
         self.num_open += 1
         if self.num_open == 1:
-            _show(self.views, slot)
+            self._show(slot)
             self._bound = [(t, v.parameter._version) for t, v in zip(slot, self.views, strict=True)]
 
     def close(self) -> None:
@@ -120,16 +133,19 @@ class WeightChunk:
         self.num_open -= 1
         if self.num_open:
             return
+        is_complete = True
         with torch.no_grad(), torch.inference_mode(False):
             for view, (slot, version), home in zip(self.views, self._bound, self.home, strict=True):
                 parameter = view.parameter
-                is_other = parameter.data_ptr() != slot.data_ptr()
-                if is_other and not view_matches(parameter, view):
-                    continue  # another geometry: `adopt` lets it go at its next use
-                if is_other or parameter._version != version:
+                if parameter.data_ptr() != slot.data_ptr() or not view_matches(parameter, view):
+                    is_complete = False
+                    continue
+                if parameter._version != version:
                     home.copy_(parameter.data)
                 parameter.data = home
         self._bound = []
+        if not is_complete:
+            self.adopt()
 
     def forget_leases(self) -> None:
         """Show the home: the leases are gone. What an interrupted forward wrote to a slot is gone with them."""
@@ -138,28 +154,41 @@ class WeightChunk:
             self._bound = []
             self.show_home()
 
-    def adopt(self) -> bool:
-        """Take in what a user has put in the place of a parameter's data. False: nothing is left of this chunk.
+    def adopt(self, is_private: Callable[[nn.Parameter], bool] | None = None) -> bool:
+        """See what the parameters show, and take new values home where that is right, Note [parameters that are away].
 
-        New values of the same geometry are copied home; a parameter that got another geometry (a `.to(dtype)`, a
-        resize) is the user's from then on. Inside a lease it is `close` that takes them in.
+        True: all of them show the home. Inside a lease nothing is changed. `is_private(p)`: nobody else looks at what
+        `p` shows; by default, whether its storage has no other holder.
         """
-        if self.num_open or all(v.parameter.data_ptr() == h.data_ptr() and view_matches(v.parameter, v)
-                                for v, h in zip(self.views, self.home, strict=True)):  # fmt: skip
-            return bool(self.views)
-        kept: list[View] = []
-        with torch.no_grad(), torch.inference_mode(False):
-            for view, home in zip(self.views, self.home, strict=True):
-                if not view_matches(view.parameter, view):
-                    continue
-                if view.parameter.data_ptr() != home.data_ptr():
+        if self.num_open:
+            return True
+        self.away = frozenset(
+            i
+            for i, (view, home) in enumerate(zip(self.views, self.home, strict=True))
+            if view.parameter.data_ptr() != home.data_ptr() or not view_matches(view.parameter, view)
+        )
+        # Of several parameters that share the bytes, one that was replaced shares them no more.
+        if self.away and len(self.views) == 1 and not self.references and not self.is_watched:
+            (view,), (home,) = self.views, self.home
+            is_private = is_private or (lambda parameter: num_holders(parameter) == 1)
+            if view_matches(view.parameter, view) and is_private(view.parameter):
+                self.version = -1  # copies that were made ahead are of the old values
+                with torch.no_grad(), torch.inference_mode(False):
                     home.copy_(view.parameter.data)
                     view.parameter.data = home
-                kept.append(view)
-        self.views = kept
-        self.home = self.views_of(self.base)
-        self.show_home()
-        return bool(kept)
+                self.away = frozenset()
+        return not self.away
+
+    def _show(self, tensors: Sequence[Tensor]) -> None:
+        with torch.inference_mode(False):
+            for i, (view, tensor) in enumerate(zip(self.views, tensors, strict=True)):
+                if i not in self.away:
+                    view.parameter.data = tensor
+
+
+def num_holders(tensor: Tensor) -> int:
+    """How many tensors look at a tensor's storage, itself included."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1  # less the storage's Python object
 
 
 def view_matches(parameter: nn.Parameter, view: View) -> bool:
@@ -178,12 +207,6 @@ def view_bytes(base: Tensor, offset: int, shape: Sequence[int], stride: Sequence
     assert start % dtype.itemsize == 0, f"{start} is not a multiple of {dtype.itemsize}"
     empty = torch.empty(0, dtype=dtype, device=base.device)
     return empty.set_(base.untyped_storage(), start // dtype.itemsize, tuple(shape), tuple(stride))
-
-
-def _show(views: Sequence[View], tensors: Sequence[Tensor]) -> None:
-    with torch.inference_mode(False):
-        for view, tensor in zip(views, tensors, strict=True):
-            view.parameter.data = tensor
 
 
 # -- finding them ------------------------------------------------------------------------------------------------------

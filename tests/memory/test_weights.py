@@ -359,23 +359,71 @@ def test_a_parameter_that_got_another_geometry_in_a_lease_keeps_it() -> None:
     first.data = first.data.half()
     chunk.close()
     assert first.dtype == torch.float16 and not chunk.adopt()
-    assert chunk.views == [] and other.adopt()
+    assert other.adopt()
     assert torch.equal(first, torch.arange(3000.0).half())
 
 
-def test_adopting_takes_new_values_in_and_lets_other_geometries_go() -> None:
+def test_new_values_are_taken_home_and_copies_of_the_old_are_known_to_be_stale() -> None:
+    parameter = nn.Parameter(torch.arange(3000.0))
+    (chunk,) = find_chunks([("p", parameter)], CPU, small_nbytes=1)
+    assert chunk.adopt() and parameter.data_ptr() == chunk.base.data_ptr()
+    chunk.version = chunk.counter()
+    parameter.data = torch.zeros(3000)
+    assert chunk.adopt() and not chunk.away
+    assert parameter.data_ptr() == chunk.base.data_ptr() and not parameter.any()
+    assert chunk.version != chunk.counter()
+
+
+@pytest.mark.parametrize("who", ["a backup of the old values", "the owner of the new values", "a graph", "a geometry"])
+def test_a_replaced_parameter_is_away_while_somebody_could_tell_the_difference(who: str) -> None:
+    parameter = nn.Parameter(torch.arange(3000.0))
+    (chunk,) = find_chunks([("p", parameter)], CPU, small_nbytes=1)
+    new = torch.ones(3000) if who != "a geometry" else torch.ones(30, 100)
+    old = parameter.data
+    if who == "a graph":
+        chunk.references.append(None)
+    parameter.data = new
+    if who != "a backup of the old values":
+        del old
+    if who != "the owner of the new values":
+        del new
+    for _ in range(2):
+        assert not chunk.adopt() and chunk.away == {0}
+        assert parameter.data_ptr() != chunk.base.data_ptr() and (parameter == 1).all()
+        assert torch.equal(chunk.home[0], torch.arange(3000.0))
+    old = new = torch.empty(0)
+    chunk.references.clear()
+    assert chunk.adopt() is (who != "a geometry")
+    parameter.data = chunk.home[0]
+    assert chunk.adopt() and not chunk.away
+
+
+def test_replacing_one_of_two_overlapping_parameters_leaves_the_other() -> None:
     buffer = torch.arange(3000.0)
     first, second = nn.Parameter(buffer[:2000]), nn.Parameter(buffer[1000:])
     (chunk,) = find_chunks([("first", first), ("second", second)], CPU, small_nbytes=1)
-    assert chunk.adopt() and first.data_ptr() == chunk.base.data_ptr()
     first.data = torch.zeros(2000)
-    assert chunk.adopt()
-    assert first.data_ptr() == chunk.base.data_ptr() and not first.any() and not second[:1000].any()
-    second.data = torch.ones(5)
-    assert chunk.adopt()
-    assert [view.parameter for view in chunk.views] == [first] and len(second) == 5
-    first.data = torch.ones(7)
-    assert not chunk.adopt() and not chunk.adopt()
+    assert not chunk.adopt() and chunk.away == {0}
+    chunk.show_home()
+    assert not first.any() and torch.equal(second, torch.arange(1000.0, 3000.0))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_home_on_disk_stays_there_while_somebody_else_looks_at_it(tmp_path: Path, device: str) -> None:
+    with weights_rig(tmp_path, odd_parameters()[:2], device) as rig:
+        for chunk in rig.chunks:
+            rig.homes.move(chunk, Place.DISK)
+        view = rig.named[0][1].detach()
+        for chunk in rig.chunks:
+            rig.homes.move(chunk, Place.FIRST)
+        assert [chunk.place for chunk in rig.chunks] == [Place.DISK, Place.FIRST]
+        rig.check()
+        view.zero_()
+        rig.values["plain"].zero_()
+        rig.check()
+        del view
+        rig.homes.move(rig.chunks[0], Place.FIRST)
+        assert rig.chunks[0].place is Place.FIRST
 
 
 def test_adopting_in_the_middle_of_a_lease_changes_nothing() -> None:
