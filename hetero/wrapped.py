@@ -59,9 +59,9 @@ class WrappedRun:
     """A model inside budgets, until `close`: idempotent, also by `with`, and at exit.
 
     `model` is the caller's own module, in place. Outside a pass its parameters are plain tensors with their true
-    values. One thread at a time runs passes under management; a forward on another thread meanwhile computes on the
-    homes. The first iteration is the warm-up: it streams what does not fit and records; then the plan takes over, and
-    is made again when a phase is new or something did not fit.
+    values. Threads take turns: a forward or a backward waits for that of another thread. The first iteration is the
+    warm-up: it streams what does not fit and records; then the plan takes over, and is made again when a phase is new
+    or something did not fit.
     """
 
     def __init__(
@@ -324,6 +324,9 @@ class WrappedRun:
 
     # -- what autograd asks (memory/autograd.py) ----------------------------------------------------------------------
 
+    def is_inside_pass(self) -> bool:
+        return self._hooks.is_inside and not self._is_closed
+
     def view(self, chunk: WeightChunk, make: Callable[[Tensor], Tensor]) -> Tensor:
         if self._is_closed:
             return make(chunk.base)
@@ -496,7 +499,7 @@ class WrappedRun:
             _live.remove(self)
         with self._resources:
             self._hooks.remove()
-            while self._saved_hooks:  # those of an interrupted pass
+            while self._saved_hooks:  # those of an interrupted pass, unless it was another thread's
                 self._pop_hooks()
             try:
                 self.activations.close()

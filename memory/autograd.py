@@ -151,6 +151,9 @@ def _with_flags(packed: Packed, tensor: Tensor) -> Packed:
 class Leases(Protocol):
     """Who answers for the chunks: the run."""
 
+    def is_inside_pass(self) -> bool:
+        """Whether this thread is in a forward of the model."""
+
     def begin_backward(self) -> None:
         """Something saved is asked for: the first time in a backward, that backward begins."""
 
@@ -175,6 +178,8 @@ class SavedTensors:
 
     def pack(self, tensor: Tensor) -> Packed:
         if type(tensor) is not Tensor and not isinstance(tensor, torch.nn.Parameter):
+            return Plain(tensor)
+        if not self._leases.is_inside_pass():  # an interrupted pass has left the hooks on its thread
             return Plain(tensor)
         if not _has_memory(tensor):
             return Plain(tensor)
