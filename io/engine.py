@@ -285,12 +285,13 @@ class Engine:
                 )
         resolve(stuck)
 
-    def _abandon(self, operation: Operation, error_number: int, detail: str) -> None:
+    def _abandon(self, operation: Operation, error_number: int, detail: str, *, is_known: bool = True) -> None:
+        """Fail an operation whose blocks may still be carried out, unless the backend does not know them."""
         self._withdraw(operation, unless_started=False)
         path = operation.request.file.path
         for block_id in range(operation.first_id, operation.last_id + 1):
             entry = self._blocks.pop(block_id, None)
-            if entry is not None:
+            if entry is not None and is_known:
                 block = entry[1]
                 token = hold_range(block.address, block.useful_nbytes)
                 self._abandoned[block_id] = (path, block, token)
@@ -358,7 +359,7 @@ class Engine:
                 num_quiet = num_quiet + 1 if is_quiet else 0
             lost = list(self._operations.values())
             for operation in lost:
-                self._abandon(operation, errno.EINTR, "its submission was interrupted")
+                self._abandon(operation, errno.EINTR, "its submission was interrupted", is_known=False)
         resolve(lost)
 
     def _cancel_unstarted(self) -> None:
