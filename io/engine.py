@@ -300,8 +300,9 @@ class Engine:
         self._forget(operation)
 
     def _release_abandoned(self, completion: Completion) -> None:
-        _, _, token = self._abandoned.pop(completion.block_id)
-        release_range(token)
+        abandoned = self._abandoned.pop(completion.block_id, None)
+        if abandoned is not None:
+            release_range(abandoned[2])
 
     def abandoned(self) -> list[tuple[Path, int, int]]:
         """(path, address, nbytes) of memory that a timed-out block may still be using."""
