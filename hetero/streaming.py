@@ -313,7 +313,7 @@ class Streaming:
     def view(self, chunk: WeightChunk, make: Callable[[Tensor], Tensor]) -> Tensor:
         """`make` of the chunk's bytes, leased meanwhile. What it returns keeps the slot by its life."""
         executor = self.executor
-        if chunk.place is Place.FIRST or executor is None or not self._is_fresh(chunk):
+        if chunk.place is Place.FIRST or chunk.is_elsewhere or executor is None or not self._is_fresh(chunk):
             return make(chunk.base)
         entries = self._acquire(executor, (chunk.chunk_id,))
         if entries is None:

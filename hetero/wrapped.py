@@ -308,7 +308,7 @@ class WrappedRun:
             self._hooks.watch()
 
     def _runs(self, phase: str) -> list[Run]:
-        streamed = {chunk.chunk_id for chunk in self.streaming.streamed}
+        streamed = {chunk.chunk_id for chunk in self.streaming.streamed if not chunk.is_elsewhere}
         order = self.recorder.order(phase) if self.recorder.num_passes(phase) else []
         return runs_of(order, streamed)
 

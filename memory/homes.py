@@ -73,6 +73,8 @@ class Homes:
             return
         chunk.adopt()
         before = chunk.place
+        if chunk.is_elsewhere:
+            return
         if before is Place.DISK and chunk.is_watched:
             return  # its extent would be written again under the eyes of whoever looks at it
         if place is not Place.DISK:
@@ -168,6 +170,8 @@ class Homes:
 
     def _restore(self, chunk: WeightChunk) -> None:
         chunk.adopt()
+        if chunk.is_elsewhere:
+            return
         if chunk.place is Place.DISK:
             base = self._read(chunk)
         elif chunk.chunk_id in self._arenas:

@@ -71,6 +71,7 @@ class WeightChunk:
         self.base, self.views = base, list(views)
         self.nbytes = base.numel()
         self.residue = base.data_ptr() % ALIGNMENT_NBYTES
+        self._address = base.data_ptr()
         self.place = Place.FIRST
         self.extent: Extent | None = None
         self.num_open = 0
@@ -111,6 +112,11 @@ class WeightChunk:
         """Whether tensors that are not the chunk's own look at the home."""
         return num_holders(self.base) > 1 + 2 * len(self.views) - len(self.away)
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether `share_memory()` took the home's storage elsewhere, with all that look at it. It stays there."""
+        return self.base.data_ptr() != self._address
+
     def show_home(self) -> None:
         self._show(self.home)
 
@@ -120,6 +126,7 @@ class WeightChunk:
         if self.num_open == 0:
             self._show(home)
         self.base, self.home, self.place = base, home, place
+        self._address = base.data_ptr()
 
     def open(self, slot: Sequence[Tensor]) -> None:
         """Show leased bytes. Leases nest. No parameter may be away."""
@@ -162,6 +169,9 @@ class WeightChunk:
         """
         if self.num_open:
             return True
+        if self.is_elsewhere:
+            self.away = frozenset(range(len(self.views)))
+            return False
         self.away = frozenset(
             i
             for i, (view, home) in enumerate(zip(self.views, self.home, strict=True))
