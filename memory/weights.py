@@ -122,11 +122,11 @@ class WeightChunk:
 
     def rehome(self, base: Tensor, place: Place) -> None:
         """Make `base`, which holds the bytes already, the home. The old one dies with its last alias."""
-        home = self.views_of(base)
+        home, address = self.views_of(base), base.data_ptr()
         if self.num_open == 0:
             self._show(home)
-        self.base, self.home, self.place = base, home, place
-        self._address = base.data_ptr()
+        # An interrupt comes at a call, so none falls amid these.
+        self.base, self.home, self.place, self._address = base, home, place, address
 
     def open(self, slot: Sequence[Tensor]) -> None:
         """Show leased bytes. Leases nest. No parameter may be away."""
