@@ -174,13 +174,13 @@ def main() -> None:
     sections = [
         (
             "Overhead when everything fits",
-            f"A Llama of {num_parameters / 1e6:.0f}M parameters, {NUM_TOKENS} tokens, fp32. Pairs run in turn, every other "
-            f"one backwards; geometric mean of the pairs' ratios.\n\n{overhead_table}",
+            f"A Llama of {num_parameters / 1e6:.0f}M parameters, {NUM_TOKENS} tokens, fp32. Pairs run in turn, every "
+            f"other one backwards; geometric mean of the pairs' ratios.\n\n{overhead_table}",
         ),
         (
             "Overlap on the emulated GPU",
-            "A forward and backward of the same model; its gradients and part of its weights fit the gpu tier, the rest "
-            f"crosses the link twice a step. Compute is the plain step beside it, median of 3.\n\n{overlap_table}",
+            "A forward and backward of the same model; its gradients and part of its weights fit the gpu tier, the "
+            f"rest crosses the link twice a step. Compute is the plain step beside it, median of 3.\n\n{overlap_table}",
         ),
         ("Machine and versions", markdown_table(["", ""], facts)),
         ("Command", f"`{public_command(sys.argv)}`"),

@@ -318,7 +318,7 @@ class WrappedRun:
         hooks.enter()
 
     def _pop_hooks(self) -> None:
-        hooks = self._saved_hooks.pop()
+        hooks = self._saved_hooks.pop() if self._saved_hooks else None  # none, when an interrupt fell before the push
         if hooks is not None:
             hooks.leave()
 

@@ -282,9 +282,14 @@ class EmulatedDevice:
             assert is_ours, f"the copy's device side {device_side} is not inside the device's memory"
             self._adopted.discard(device_side)
             event = link.new_event()
-            if self._races is not None:
-                self._races.copied((dst, nbytes), (src, nbytes), event, after)
-            link.issue(_Copy(dst, src, nbytes, tuple(after), event, on_done, time.perf_counter()))
+            try:
+                if self._races is not None:
+                    self._races.copied((dst, nbytes), (src, nbytes), event, after)
+                link.issue(_Copy(dst, src, nbytes, tuple(after), event, on_done, time.perf_counter()))
+            except BaseException:  # an interrupt: a copy that was not issued must not be waited for
+                if self._races is not None:
+                    self._races.withdraw(event)
+                raise
         return event
 
     def adopt(self, where: Range) -> None:

@@ -81,6 +81,10 @@ class RaceDetector:
             _Access(f"a copy {event.queue} reads", src, False, event),
         ]
 
+    def withdraw(self, event: OrderedEvent) -> None:
+        """The copy was not issued after all."""
+        self._in_flight = [each for each in self._in_flight if each.event is not event]
+
     def retired(self, where: Range, *, is_device_memory: bool) -> None:
         """A range may be reused, so nothing may be in flight there. Only device memory can be filled by copies alone,
         so only there a later read without one is a race."""
