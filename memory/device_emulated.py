@@ -347,7 +347,8 @@ class EmulatedDevice:
         for link in self._links.values():
             link.drain()  # a copy that still comes would write to unmapped memory
         with self._lock:
-            self._arenas.remove(arena)
+            if arena in self._arenas:
+                self._arenas.remove(arena)
             if self._races is not None:
                 self._races.forget((arena.address, arena.nbytes))
 

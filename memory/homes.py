@@ -85,13 +85,16 @@ class Homes:
             if place is not Place.DISK:
                 self._ledger.give(self.tier_of(place), WEIGHTS, chunk.nbytes)
             raise
-        old_arena = self._arenas.pop(chunk.chunk_id, None)
-        chunk.rehome(base, place)
-        self.num_moves += 1
+        # Until the old one is closed one of the two is in the books, whatever call an interrupt hits.
+        old_arena = self._arenas[chunk.chunk_id] if chunk.chunk_id in self._arenas else None
         if arena is not None:
             self._arenas[chunk.chunk_id] = arena
+        chunk.rehome(base, place)
+        self.num_moves += 1
         if old_arena is not None:
             old_arena.close()
+            if arena is None:
+                del self._arenas[chunk.chunk_id]
         if before is not Place.DISK and is_booked:
             self._ledger.give(self.tier_of(before), WEIGHTS, chunk.nbytes)
 
@@ -174,7 +177,7 @@ class Homes:
             return
         if chunk.place is Place.DISK:
             base = self._read(chunk)
-        elif chunk.chunk_id in self._arenas:
+        elif chunk.place is Place.FIRST and chunk.chunk_id in self._arenas:
             base = self._memory(chunk)
             base.copy_(chunk.base)
             self._ledger.give(self.tier_of(chunk.place), WEIGHTS, chunk.nbytes)
