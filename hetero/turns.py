@@ -45,8 +45,8 @@ class Turn:
                 seen, since_s = self.progress, monotonic()
             elif monotonic() - since_s > PATIENCE_S:
                 raise HeteroError(
-                    f"another thread is in a forward or a backward of this model, and has not gone on for {PATIENCE_S:g} "
-                    "s. Threads use a wrapped model in turns: a forward must not wait for another thread's"
+                    "another thread is in a forward or a backward of this model, and has not gone on for "
+                    f"{PATIENCE_S:g} s. Threads use a wrapped model in turns: no forward may wait for another thread's"
                 )
             sleep(POLL_S)
 
