@@ -28,6 +28,7 @@ from hetero.io.operation import finish, timed_out
 from hetero.io.scratch import ScratchStore
 from hetero.memory.device import Device, Event
 from hetero.memory.ledger import Ledger
+from hetero.memory.weights import span_of
 
 Policy = Literal["keep", "cpu", "disk", "auto"]
 ACTIVATIONS = "activations"
@@ -56,16 +57,35 @@ class Memory:
     extent with its write, or first-tier memory with its copy or read.
     """
 
-    __slots__ = ("arrival", "deaths", "extent", "incoming", "key", "nbytes", "target", "tensor", "tier")
+    __slots__ = (
+        "_dense", "_geometries", "arrival", "deaths", "extent", "incoming", "key", "nbytes", "target", "tensor", "tier",
+    )  # fmt: skip
 
     def __init__(self, tensor: Tensor, key: int, tier: str) -> None:
         self.tensor: Tensor | None = tensor
         self.key, self.nbytes, self.tier = key, tensor.numel(), tier
+        self._geometries: set[tuple[object, ...]] = set()
+        self._dense = 0, 0
         self.deaths: dict[int, _Death] = {}  # of the activations that look at it, by id: a dead one has no hash
         self.extent: Extent | None = None
         self.target: str | None = None
         self.incoming: Tensor | None = None
         self.arrival: Event | Future[int] | None = None
+
+    def note(self, tensor: Tensor) -> None:
+        """Remember which bytes a saved tensor looks at."""
+        start, end = span_of(tensor)
+        if end - start == tensor.numel() * tensor.element_size() and end - start > self._dense[1] - self._dense[0]:
+            self._dense = start, end
+        self._geometries.add((start, tensor.shape, tensor.stride(), tensor.dtype))
+
+    def covers(self, tensor: Tensor) -> bool:
+        """Whether a tensor looks at nothing but bytes that were saved before: those do not change, or torch would
+        refuse the backward. Others of the storage may: a recurrent cell computes its gates in place, one by one."""
+        start, end = span_of(tensor)
+        if self._dense[0] <= start and end <= self._dense[1]:
+            return True
+        return (start, tensor.shape, tensor.stride(), tensor.dtype) in self._geometries
 
 
 class Activation:
@@ -130,7 +150,7 @@ class ActivationStore:
         self.collect()
         storage = tensor.untyped_storage()
         memory = self._by_key.get(storage._cdata)
-        if memory is None:
+        if memory is None or (memory.target is not None and not memory.covers(tensor)):
             base = torch.empty(0, dtype=torch.uint8, device=tensor.device)
             base.set_(storage, 0, (storage.nbytes(),), (1,))
             self._reserve(self._first, ACTIVATIONS, storage.nbytes())
@@ -138,6 +158,8 @@ class ActivationStore:
             memory = Memory(base, storage._cdata, self._first)
             self._memories[id(memory)] = self._by_key[memory.key] = memory
         activation = Activation(self, memory, tensor, version)
+        if memory.target is None:
+            memory.note(tensor)
         if self._leaves_at_once and memory.nbytes >= LARGE_NBYTES:
             self._send(memory)
         return activation

@@ -410,6 +410,21 @@ def self_check(r: Rig) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_parts_of_a_storage_that_are_computed_in_place_one_by_one_are_saved_as_they_were_then(
+    tmp_path: Path, device: str
+) -> None:
+    with rig(tmp_path, "disk", device) as r:
+        saved, expected = [], []
+        for part in torch.randn(64, 1024).unsafe_chunk(4, 1):  # each has a version counter of its own
+            part.sigmoid_()
+            saved.append(r.activations.add(part, Unchanged()))
+            expected.append(part.clone())
+        r.settle()
+        for one, other in zip(saved, expected, strict=True):
+            assert torch.equal(one.unpack(), other)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_tensors_of_one_storage_are_booked_moved_and_brought_back_once(tmp_path: Path, device: str) -> None:
     with rig(tmp_path, "disk", device) as r:
         whole = torch.randn(64, 512)
