@@ -299,8 +299,9 @@ class WrappedRun:
             self._hooks.turn.give(backward.turn_before)
 
     def _rest(self) -> None:
-        """When all weights are where they are computed on, see nothing any more of a phase that was seen whole."""
-        if self.streaming.streamed or self._is_due or not self._hooks.is_installed:
+        """When all weights are where they are computed on, and activations may stay, see nothing any more of a phase
+        that was seen whole."""
+        if self.streaming.streamed or self._is_due or self.activations.leaves_at_once or not self._hooks.is_installed:
             return
         if self.num_passes[BACKWARD] or not self._trainable_nbytes:
             self._hooks.remove()

@@ -134,7 +134,7 @@ class ActivationStore:
         self._device, self._engine, self._ledger, self._store = device, engine, ledger, store
         self._reserve = reserve
         self._first = "gpu" if device.has_gpu_tier else "cpu"
-        self._leaves_at_once = policy == "disk" or (policy == "cpu" and device.has_gpu_tier)
+        self.leaves_at_once = policy == "disk" or (policy == "cpu" and device.has_gpu_tier)
         self._is_closed = False
         self._memories: dict[int, Memory] = {}  # by id, oldest first
         self._by_key: dict[int, Memory] = {}  # by storage, while it is in the first tier
@@ -160,7 +160,7 @@ class ActivationStore:
         activation = Activation(self, memory, tensor, version)
         if memory.target is None:
             memory.note(tensor)
-        if self._leaves_at_once and memory.nbytes >= LARGE_NBYTES:
+        if self.leaves_at_once and memory.nbytes >= LARGE_NBYTES:
             self._send(memory)
         return activation
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import hetero
 import hetero.memory.activations
@@ -43,3 +46,21 @@ def test_training_with_activations_elsewhere_is_that_of_plain_torch(
         stats = run.stats()
     assert_same(state_of(model), reference.end)
     assert stats.activations_out_nbytes >= stats.activations_back_nbytes > 0
+
+
+@pytest.mark.parametrize("place", list(PLACES))
+def test_a_policy_is_followed_in_every_iteration_also_when_all_weights_are_resident(
+    place: str, tmp_path: Path, no_leaks: None
+) -> None:
+    device, policy = PLACES[place]
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+    sizes: dict[str, Any] = {"cpu_memory": "8MiB"} | ({"gpu_memory": "8MiB"} if device == "emulated" else {})
+    run: WrappedRun = hetero.wrap(model, device=device, disk=tmp_path, activations=policy, **sizes)
+    with run:
+        moved = []
+        for _ in range(4):
+            before = run.stats().activations_out_nbytes
+            model(torch.randn(512, 64)).square().mean().backward()
+            moved.append(run.stats().activations_out_nbytes - before)
+        assert run.plan.num_streamed == 0
+        assert min(moved) == max(moved) >= 4 * 512 * 64 * 4
