@@ -86,7 +86,7 @@ class Homes:
                 self._ledger.give(self.tier_of(place), WEIGHTS, chunk.nbytes)
             raise
         # Until the old one is closed one of the two is in the books, whatever call an interrupt hits.
-        old_arena = self._arenas[chunk.chunk_id] if chunk.chunk_id in self._arenas else None
+        old_arena = self._arenas[chunk.chunk_id] if chunk.chunk_id in self._arenas else None  # noqa: SIM401
         if arena is not None:
             self._arenas[chunk.chunk_id] = arena
         chunk.rehome(base, place)
