@@ -319,9 +319,12 @@ class WrappedRun:
         hooks.enter()
 
     def _pop_hooks(self) -> None:
-        hooks = self._saved_hooks.pop() if self._saved_hooks else None  # none, when an interrupt fell before the push
+        if not self._saved_hooks:  # an interrupt fell before the push
+            return
+        hooks = self._saved_hooks[-1]
         if hooks is not None:
             hooks.leave()
+        self._saved_hooks.pop()  # last: an interrupted `leave` is made again
 
     # -- what autograd asks (memory/autograd.py) ----------------------------------------------------------------------
 

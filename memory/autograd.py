@@ -251,16 +251,15 @@ class Interception:
         top = _top_hooks(True)
         if top is not None and not isinstance(getattr(top[0], "__self__", None), SavedTensors):
             return
+        self._is_entered = True  # first, so that `leave` looks for the pair whatever call an interrupt hit
         # RuntimeError inside disable_saved_tensors_hooks: aliases keep slots by themselves.
         with suppress(RuntimeError):
             _push_hooks(*self._pair)
-            self._is_entered = True
 
     def leave(self) -> None:
         """Take the pair off the stack and leave the others; nothing happens where it is not on it."""
         if not self._is_entered:
             return
-        self._is_entered = False
         above = []
         while (pair := _top_hooks(True)) is not None:
             _pop_hooks()
@@ -269,3 +268,4 @@ class Interception:
             above.append(pair)
         for pair in reversed(above):
             _push_hooks(*pair)
+        self._is_entered = False
