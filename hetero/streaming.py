@@ -202,6 +202,12 @@ class Streaming:
             self._rings.close()
             self._slot_owners.clear()
 
+    def shrink(self) -> None:
+        """Between passes: give back what the rings have beyond the largest moment. Blocks."""
+        if self.executor is not None and self._ring_sizes[0] > self.ring_nbytes:
+            self.close_executor()
+            self.open_executor(self.ring_nbytes, self.staging_nbytes)
+
     def make_room(self, nbytes: int) -> bool:
         """Send weights out of the first tier until `nbytes` are free, if so many can go. Between or in passes.
 

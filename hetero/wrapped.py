@@ -84,6 +84,7 @@ class WrappedRun:
         self._resources = resources
         self._is_closed = False
         self._is_due = False  # the plan, at the next pass
+        self._is_short = False  # of room for activations, beside rings that the plan made
         self._is_unsettled = False
         self.num_plans = 0
         self.num_passes = dict.fromkeys((FORWARD, TRAIN, BACKWARD), 0)
@@ -180,6 +181,8 @@ class WrappedRun:
                 self._begin_training()
             if self._is_due:
                 self._make_plan()
+            if has_grad and (self._is_short or not self.num_passes[TRAIN]):
+                self.streaming.shrink()  # the plan knew nothing of what is saved now
             phase = TRAIN if has_grad else FORWARD
             self._pass = (phase, perf_counter())
             self.recorder.begin(phase)
@@ -252,6 +255,8 @@ class WrappedRun:
 
     def _end_phase(self, phase: str) -> None:
         self.num_passes[phase] += 1
+        if phase == TRAIN and self._is_short:
+            self._is_short, self._is_due = False, True
         if not self.recorder.end() or (phase == TRAIN and self._trainable_nbytes):  # its backward says the rest
             return
         # Another order is followed at once; only chunks that the plan has never seen used make a new one.
@@ -360,6 +365,7 @@ class WrappedRun:
             short = nbytes - self.ledger.free(tier)
             if short > 0:
                 self.activations.make_room(short)
+        self._is_short |= holder == ACTIVATIONS and not self.ledger.can_take(tier, nbytes)
         self.ledger.take(tier, holder, nbytes)
         if holder == ACTIVATIONS:
             self._note_peak()

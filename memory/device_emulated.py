@@ -98,6 +98,7 @@ class _Link:
         self.name = name
         self._copies: queue.SimpleQueue[_Copy | Latch | None] = queue.SimpleQueue()
         self._num_issued = 0
+        self._is_closed = False
         self._first_error: BaseException | None = None
         self._bandwidth, self._latency_s = bandwidth_bytes_per_s, latency_s
         self._free_at_s = 0.0
@@ -114,7 +115,7 @@ class _Link:
 
     def drain(self) -> None:
         """Block until every copy issued so far has ended, well or not; also one whose issuer was interrupted."""
-        if self._thread.is_alive():
+        if not self._is_closed:  # not `is_alive`, which an interrupt in it makes say no for ever
             latch = Latch()
             self._copies.put(latch)
             latch.wait()
@@ -125,6 +126,7 @@ class _Link:
             raise self._first_error
 
     def close(self) -> None:
+        self._is_closed = True
         self._copies.put(None)
         self._thread.join()
 

@@ -263,6 +263,51 @@ def complex_layers() -> nn.Module:
     return nn.Sequential(layers(2), Complex(), layers(1), Complex())
 
 
+class Stacked(nn.Module):
+    """One parameter of which views are the weights of several layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(4, WIDTH, WIDTH) / 8)
+        self.body = layers(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block, weight in zip(self.body, self.weights.unbind(0), strict=False):
+            x = torch.tanh(block(x) @ weight)
+        for weight in self.weights.view(8, WIDTH // 2, WIDTH):
+            x = torch.tanh(self.body[4](x) @ weight.t() @ weight)
+        return torch.einsum("bi,nij->bj", x, self.weights)
+
+
+class Listed(nn.Module):
+    """Parameters in a list and in a dictionary, which are modules that nobody calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.randn(WIDTH, WIDTH) / 8 for _ in range(3)])
+        self.named = nn.ParameterDict({"last": torch.randn(WIDTH, WIDTH) / 8})
+        self.body = layers(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block, weight in zip(self.body, self.weights, strict=True):
+            x = torch.tanh(block(x @ weight))
+        return cast(Tensor, x @ self.named["last"])
+
+
+class Descends(nn.Module):
+    """A module that runs a backward in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy, self.body = layers(2), layers(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            z = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.energy(z).square().sum(), z)
+        return cast(Tensor, self.body(x - 0.1 * slope))
+
+
 # -- modules that write, or have more than weights ---------------------------------------------------------------------
 
 
