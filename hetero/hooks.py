@@ -159,7 +159,7 @@ class _Watch:
         self._hooks = hooks
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not _is_transformed():
+        if not _is_transformed() and torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
             self._hooks.remove()
             self._hooks.start(sys._getframe(1))
 

@@ -15,7 +15,7 @@ from hetero.io.engine import Engine, File
 from hetero.io.errors import CheckpointError, ConfigError
 from hetero.layout import build_layout, files_of
 from hetero.measure import measure_compute, measure_disk, trim_heap
-from hetero.memory.budget import MemoryLimits, TierInfo, parse_size, resolve_budgets
+from hetero.memory.budget import Baseline, MemoryLimits, TierInfo, parse_size, resolve_budgets
 from hetero.memory.device import Device, open_device
 from hetero.memory.plan_types import Links
 from hetero.native import report_missing_once
@@ -49,16 +49,18 @@ class Setup:
         try:
             self.source = open_source(path_or_id, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
             self.model = self.source.build_model()
-            self.device = self._open_device(device, gpu_memory, link, latency_s)
+            self.device = open_limited(device, gpu_memory, link, latency_s=latency_s)
             self.stack.callback(self.device.close)
             # What the libraries take for themselves they take now: it is part of the baseline, not of the budgets.
             self.tokenizer = _tokenizer_of(self.source)
             self.rates = measure_compute(self.source.dtype, formats_of(self.source), self.device)
             trim_heap()
-            self.limits = self._limits(device, gpu_memory, cpu_memory)
+            self.limits = limits_of(self.device, gpu_memory, cpu_memory)
             self.engine = self.stack.enter_context(Engine())
             self.files = self._open_files()
-            self.links = self._links(disk_bytes_per_s)
+            room_nbytes = self.limits.cpu.nbytes - self.engine.bounce_nbytes
+            disk_rate = disk_bytes_per_s or measure_disk(self.engine, self.files, room_nbytes=room_nbytes)
+            self.links = links_of(self.device, disk_rate, self.limits, room_nbytes=room_nbytes)
             self.decision = decide(
                 self.source,
                 self.model,
@@ -74,45 +76,11 @@ class Setup:
             self.stack.close()
             raise
 
-    def _open_device(self, name: str, gpu_memory: int | str, link: int | str | None, latency_s: float) -> Device:
-        rate = None if link is None else float(parse_rate(link))
-        capacity = None
-        if name == "emulated" and gpu_memory != "auto":
-            capacity = parse_size(gpu_memory, name="gpu_memory")
-        return open_device(name, capacity_nbytes=capacity, bandwidth_bytes_per_s=rate, latency_s=latency_s)
-
-    def _limits(self, name: str, gpu_memory: int | str, cpu_memory: int | str) -> MemoryLimits:
-        gpu = None
-        if self.device.has_gpu_tier:
-            free, total = self.device.memory_info()
-            gpu = TierInfo(total_nbytes=total, available_nbytes=free, limit_source=self.device.name)
-        limits = resolve_budgets(gpu_memory, cpu_memory, gpu=gpu)
-        if gpu is not None and limits.gpu is None:
-            raise ConfigError(
-                f"gpu_memory={gpu_memory!r} leaves nothing of {self.device.name} to use: give it some, or choose "
-                'device="cpu"'
-            )
-        return limits
-
     def _open_files(self) -> dict[Path, File]:
         layout = build_layout(self.source, self.model, 1 << 62)
         files = {path: self.engine.open(path) for path in sorted(files_of(layout))}
         check_identity(self.source, files)
         return files
-
-    def _links(self, disk_bytes_per_s: float | None) -> Links:
-        room_nbytes = self.limits.cpu.nbytes - self.engine.bounce_nbytes
-        disk = disk_bytes_per_s or measure_disk(self.engine, self.files, room_nbytes=room_nbytes)
-        if not self.device.has_gpu_tier:
-            return Links(disk)
-        assert self.limits.gpu is not None
-        known = self.device.link_info()
-        return Links(
-            disk,
-            known.bandwidth_bytes_per_s
-            or measure_link(self.device, room_nbytes=min(room_nbytes, self.limits.gpu.nbytes)),
-            gpu_latency_s=known.latency_s or 0.0,
-        )
 
 
 def _tokenizer_of(source: Source) -> Any:
@@ -123,7 +91,46 @@ def _tokenizer_of(source: Source) -> Any:
         return None
 
 
-def parse_rate(link: int | str) -> int:
+def open_limited(name: str, gpu_memory: int | str, link: int | str | None, *, latency_s: float = 0.0) -> Device:
+    """Open a device by name; an emulated one is as large as `gpu_memory`, and its link as fast as `link`."""
+    rate = None if link is None else float(_parse_rate(link))
+    capacity = None
+    if name == "emulated" and gpu_memory != "auto":
+        capacity = parse_size(gpu_memory, name="gpu_memory")
+    return open_device(name, capacity_nbytes=capacity, bandwidth_bytes_per_s=rate, latency_s=latency_s)
+
+
+def limits_of(
+    device: Device,
+    gpu_memory: int | str,
+    cpu_memory: int | str,
+    *,
+    cpu: TierInfo | None = None,
+    baseline: Baseline | None = None,
+) -> MemoryLimits:
+    """Turn the two size options into limits on `device`; `cpu` and `baseline` as for `resolve_budgets`."""
+    gpu = None
+    if device.has_gpu_tier:
+        free, total = device.memory_info()
+        gpu = TierInfo(total_nbytes=total, available_nbytes=free, limit_source=device.name)
+    limits = resolve_budgets(gpu_memory, cpu_memory, gpu=gpu, cpu=cpu, baseline=baseline)
+    if gpu is not None and limits.gpu is None:
+        raise ConfigError(
+            f'gpu_memory={gpu_memory!r} leaves nothing of {device.name} to use: give it some, or choose device="cpu"'
+        )
+    return limits
+
+
+def links_of(device: Device, disk_bytes_per_s: float, limits: MemoryLimits, *, room_nbytes: int) -> Links:
+    """The rates of the links; the gpu link's is measured where the device does not know it."""
+    if limits.gpu is None:
+        return Links(disk_bytes_per_s)
+    known = device.link_info()
+    rate = known.bandwidth_bytes_per_s or measure_link(device, room_nbytes=min(room_nbytes, limits.gpu.nbytes))
+    return Links(disk_bytes_per_s, rate, gpu_latency_s=known.latency_s or 0.0)
+
+
+def _parse_rate(link: int | str) -> int:
     text = link.strip().removesuffix("/s") if isinstance(link, str) else link
     return parse_size(text, name="link")
 

@@ -30,7 +30,6 @@ RING = "ring"
 NUM_SPANS_KEPT = 1 << 16
 
 Lease = tuple[tuple[WeightChunk, ...], tuple[int, ...]]
-Observer = Callable[[str], None]
 
 
 class Streaming:
@@ -296,10 +295,8 @@ class Streaming:
         if entries is None:
             return None
         for chunk, entry in zip(leased, entries, strict=True):
-            base = executor.bytes_of(entry)
-            if "views" not in entry.views:
-                entry.views.update(enumerate(chunk.views_of(base[chunk.residue : chunk.residue + chunk.nbytes])))
-                entry.views["views"] = base
+            if not entry.views:
+                entry.views.update(enumerate(chunk.views_of(chunk.in_slot(executor.bytes_of(entry)))))
             self._slot_owners[entry.space.address] = chunk
             chunk.open([entry.views[i] for i in range(len(chunk.views))])
         return leased, ids
@@ -328,7 +325,7 @@ class Streaming:
         del entries
         try:
             self._slot_owners[entry.space.address] = chunk
-            return make(executor.bytes_of(entry)[chunk.residue : chunk.residue + chunk.nbytes])
+            return make(chunk.in_slot(executor.bytes_of(entry)))
         finally:
             del entry
             executor.release((chunk.chunk_id,))

@@ -22,24 +22,22 @@ from hetero.hooks import PassHooks
 from hetero.io.engine import Engine
 from hetero.io.errors import HeteroError, UnsupportedError
 from hetero.io.scratch import ScratchStore
+from hetero.iteration import BACKWARD, FORWARD, TRAIN, IterationPlanner
 from hetero.memory.activations import ACTIVATIONS, ActivationStore, Policy
 from hetero.memory.autograd import Interception, SavedTensors
 from hetero.memory.budget import Ledger, MemoryLimits
 from hetero.memory.device import Device
-from hetero.memory.homes import WEIGHTS
-from hetero.memory.plan import make_plan
-from hetero.memory.plan_types import BudgetError, Budgets, ChunkSpec, Links, Moment, Plan, Trace, uses_of
+from hetero.memory.plan_types import Links
 from hetero.memory.schedule import Run, runs_of
 from hetero.memory.trace import Recorder
 from hetero.memory.weights import Place, WeightChunk
 from hetero.planning import TooSmallError
 from hetero.report.progress import Progress, ProgressCallback
 from hetero.report.timeline import CounterSample, Span, write_timeline
-from hetero.report.wrapped import TierShare, TierUse, WrapPlan, WrapStats
-from hetero.streaming import RING, Lease, Streaming
+from hetero.report.wrapped import TierUse, WrapStats
+from hetero.streaming import Lease, Streaming
 from hetero.turns import Holder
 
-FORWARD, TRAIN, BACKWARD = "forward", "train forward", "backward"
 GRADIENTS, OTHERS, BOUNCE = "gradients", "buffers and small weights", "i/o bounce buffers"
 NUM_SPANS_KEPT = 1 << 14
 
@@ -92,8 +90,6 @@ class WrappedRun:
         self._in_backward: list[bool] = []
         self._backward: _Backward | None = None
         self._saved_hooks: list[Interception | None] = []
-        self._planned_ids: set[int] = set()
-        self._activation_peaks: dict[str, int] = {}
         self._spans: deque[Span] = deque(maxlen=NUM_SPANS_KEPT)
         self._names = {id(module): path or type(module).__name__ for path, module in model.named_modules()}
         moving = {id(view.parameter) for chunk in chunks for view in chunk.views}
@@ -123,10 +119,13 @@ class WrappedRun:
             with resources:
                 self.streaming.close(lambda _: None)
             raise
+        self._planner = IterationPlanner(
+            self.streaming, self.recorder, ledger=self.ledger, limits=limits, links=links, names=self._names
+        )
         self._others = others if device.torch_device.type != "cpu" else []
         for tensor in self._others:
             tensor.data = tensor.data.to(device.torch_device)
-        self.plan = self._describe(None)
+        self.plan = self._planner.describe(None)
         self._hooks = PassHooks(model, self)
         self._hooks.install()
         _live.append(self)
@@ -198,7 +197,7 @@ class WrappedRun:
         self._pop_hooks()
         if self._in_backward.pop():
             return
-        self._note_peak()
+        self._planner.note_peak()
         if self._pass is not None:
             phase, start_s = self._pass
             self._pass = None
@@ -259,14 +258,11 @@ class WrappedRun:
             self._is_short, self._is_due = False, True
         if not self.recorder.end() or (phase == TRAIN and self._trainable_nbytes):  # its backward says the rest
             return
-        # Another order is followed at once; only chunks that the plan has never seen used make a new one.
-        used = {chunk_id for order in self._orders() for chunk_ids in order for chunk_id in chunk_ids}
-        if self.num_passes[phase] == 1 or used - self._planned_ids:
-            self._planned_ids |= used
+        if self._planner.sees_new_uses(phase):
             if self.streaming.streamed:
                 self._is_due = True
             else:
-                self.plan = replace(self._describe(None), state="planned")
+                self.plan = replace(self._planner.describe(None), state="planned")
 
     def begin_backward(self) -> None:
         if torch._C._current_graph_task_id() == -1 or self._is_closed:
@@ -368,90 +364,22 @@ class WrappedRun:
         self._is_short |= holder == ACTIVATIONS and not self.ledger.can_take(tier, nbytes)
         self.ledger.take(tier, holder, nbytes)
         if holder == ACTIVATIONS:
-            self._note_peak()
-
-    def _note_peak(self) -> None:
-        for tier in self.ledger.tiers():
-            now = self.ledger.holders(tier).get(ACTIVATIONS, 0)
-            self._activation_peaks[tier] = max(self._activation_peaks.get(tier, 0), now)
+            self._planner.note_peak()
 
     def _make_plan(self) -> None:
         """Place the weights by what was recorded. Between passes."""
         self._is_due = False
-        trace = self._trace()
-        if trace is None or not self.streaming.streamed:
+        made = self._planner.make() if self.streaming.streamed else None
+        if made is None:
             return
-        streaming, first = self.streaming, self.streaming.first
-        specs = [
-            ChunkSpec(chunk_id=c.chunk_id, nbytes=c.slot_nbytes, read_nbytes=c.slot_nbytes) for c in streaming.chunks
-        ]
-        held = {tier: self._held(tier) for tier in self.ledger.tiers()}
-        left = {tier: max(0, self.ledger.limit(tier) - held[tier]) for tier in held}
-        budgets = Budgets(left["gpu"] if first == "gpu" else None, left["cpu"])
+        plan, room = made
         try:
-            plan = make_plan(specs, trace, budgets, self.links)
-        except BudgetError:
-            return  # activations will have to leave again; weights stream as they do
-        try:
-            streaming.place(plan, left)
+            self.streaming.place(plan, room)
         except BaseException:
             self._is_due = True  # carried out in part
             raise
         self.num_plans += 1
-        self.plan = self._describe(plan)
-
-    def _trace(self) -> Trace | None:
-        """The last iteration, and what other iterations used beside it."""
-        parts = [self.recorder.trace(phase) for phase in (TRAIN, BACKWARD)]
-        if parts[0] is None or parts[1] is None:
-            parts = [self.recorder.trace(FORWARD) or parts[0]]
-        moments = [moment for part in parts if part is not None for moment in part.moments]
-        if not moments:
-            return None
-        rare = self._planned_ids - {chunk_id for moment in moments for chunk_id in moment.chunk_ids}
-        for module, chunks in self.streaming.own.items():
-            chunk_ids = tuple(chunk.chunk_id for chunk in chunks)
-            if rare.intersection(chunk_ids):
-                moments.append(Moment(self._names[module], chunk_ids, 0.0))
-        return Trace("iteration", tuple(moments))
-
-    def _orders(self) -> list[list[tuple[int, ...]]]:
-        """The chunks of each moment of an iteration, per phase: of training if there was any, else of a forward."""
-        phases = [phase for phase in (TRAIN, BACKWARD) if self.recorder.num_passes(phase)] or [FORWARD]
-        return [self.recorder.order(phase) for phase in phases if self.recorder.num_passes(phase)]
-
-    def _held(self, tier: str) -> int:
-        """What is neither weights nor ring, with saved activations at their peak."""
-        held = self.ledger.holders(tier)
-        others = sum(n for holder, n in held.items() if holder not in (WEIGHTS, RING, ACTIVATIONS))
-        return others + max(held.get(ACTIVATIONS, 0), self._activation_peaks.get(tier, 0))
-
-    def _describe(self, plan: Plan | None) -> WrapPlan:
-        streaming, homes = self.streaming, self.streaming.homes
-        shares = {}
-        for tier in self.ledger.tiers():
-            held = self.ledger.holders(tier)
-            placed = sum(c.nbytes for c in streaming.chunks if homes.tier_of(c.place) == tier)
-            shares[tier] = TierShare(self.ledger.limit(tier), placed, held.get(RING, 0), self._held(tier))
-        by_id = {chunk.chunk_id: chunk for chunk in streaming.chunks}
-        streamed = frozenset(chunk.chunk_id for chunk in streaming.streamed)
-        stays = [by_id[use.chunk_id] for order in self._orders() for use in uses_of(order, streamed)]
-        prediction = plan.prediction if plan is not None else None
-        return WrapPlan(
-            state="planned" if plan is not None else "warm-up",
-            num_chunks=len(streaming.chunks),
-            num_streamed=len(streamed),
-            tiers=shares,
-            activations_nbytes=self._activation_peaks.get(streaming.first, 0),
-            disk_nbytes=sum(c.slot_nbytes for c in stays if c.place is Place.DISK),
-            gpu_link_nbytes=sum(
-                c.host_range[1] if c.place is Place.CPU else c.slot_nbytes for c in stays
-            ) if streaming.first == "gpu" else 0,
-            time_s=prediction.time_s if prediction else None,
-            bound_s=prediction.bound_s if prediction else None,
-            bottleneck=prediction.bottleneck if prediction else None,
-            notes=self.limits.lines(),
-        )  # fmt: skip
+        self.plan = self._planner.describe(plan)
 
     # -- figures ------------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -18,14 +19,12 @@ from hetero.io.operation import finish
 from hetero.io.scratch import ScratchStore
 from hetero.measure import trim_heap
 from hetero.memory.activations import Policy
-from hetero.memory.budget import MemoryLimits, TierInfo, detect_cpu, parse_size, process_baseline, resolve_budgets
-from hetero.memory.detect import Baseline
-from hetero.memory.device import Device, open_device
-from hetero.memory.plan_types import Links
+from hetero.memory.budget import MemoryLimits, detect_cpu, parse_size, process_baseline
+from hetero.memory.device import Device
 from hetero.memory.weights import find_chunks
 from hetero.native import report_missing_once
 from hetero.report.progress import ProgressCallback
-from hetero.setup import measure_link, parse_rate
+from hetero.setup import limits_of, links_of, open_limited
 from hetero.wrapped import WrappedRun, wrapped_module_of
 
 SMALL_NBYTES = (4096, 1 << 20)
@@ -62,20 +61,21 @@ def wrap(
     _check_options(device, disk, disk_memory, activations, progress)
     report_missing_once()
     with ExitStack() as stack:
-        opened = _open_device(device, gpu_memory, link)
+        opened = open_limited(device, gpu_memory, link)
         stack.callback(opened.close)
         parameters = list(model.named_parameters())
         total_nbytes = sum(p.numel() * p.element_size() for _, p in parameters)
         small_nbytes = min(max(total_nbytes // 16384, SMALL_NBYTES[0]), SMALL_NBYTES[1])
         chunks = find_chunks(parameters, torch.device("cpu"), small_nbytes=small_nbytes, buffers=model.buffers())
         model_nbytes = sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()])
-        limits = _limits(opened, device, gpu_memory, cpu_memory, model_nbytes)
+        limits = _limits(opened, gpu_memory, cpu_memory, model_nbytes)
         engine = stack.enter_context(Engine())
         store = None
         if disk is not None:
             need = sum(chunk.slot_nbytes for chunk in chunks)
             store = stack.enter_context(_open_store(disk, disk_memory, need, limits, engine, activations))
-        links = _links(opened, engine, store, limits)
+        disk_rate = _measure_store(engine, store, limits) if store is not None else float(1 << 30)
+        links = links_of(opened, disk_rate, limits, room_nbytes=limits.cpu.nbytes)
         run = WrappedRun(
             model,
             chunks,
@@ -144,28 +144,13 @@ def _check_options(device: Any, disk: Any, disk_memory: Any, activations: str, p
         raise ConfigError(f"progress={progress!r} is a {type(progress).__name__}, not a function of one Progress")
 
 
-def _open_device(name: str, gpu_memory: int | str, link: int | str | None) -> Device:
-    rate = None if link is None else float(parse_rate(link))
-    capacity = None
-    if name == "emulated" and gpu_memory != "auto":
-        capacity = parse_size(gpu_memory, name="gpu_memory")
-    return open_device(name, capacity_nbytes=capacity, bandwidth_bytes_per_s=rate)
-
-
-def _limits(device: Device, name: str, gpu_memory: int | str, cpu_memory: int | str, model_nbytes: int) -> MemoryLimits:
+def _limits(device: Device, gpu_memory: int | str, cpu_memory: int | str, model_nbytes: int) -> MemoryLimits:
     """The model is in RAM already and counts in the budgets: it is no part of what others hold."""
     trim_heap()
-    gpu = None
-    if device.has_gpu_tier:
-        free, total = device.memory_info()
-        gpu = TierInfo(total_nbytes=total, available_nbytes=free, limit_source=device.name)
     found, baseline = detect_cpu(), process_baseline()
-    cpu = TierInfo(found.total_nbytes, found.available_nbytes + model_nbytes, found.limit_source, found.is_ours_alone)
-    rest = Baseline(max(0, baseline.anonymous_nbytes - model_nbytes), baseline.file_nbytes)
-    limits = resolve_budgets(gpu_memory, cpu_memory, gpu=gpu, cpu=cpu, baseline=rest)
-    if gpu is not None and limits.gpu is None:
-        raise ConfigError(f"gpu_memory={gpu_memory!r} leaves nothing of {name} to use: give it some")
-    return limits
+    cpu = replace(found, available_nbytes=found.available_nbytes + model_nbytes)
+    rest = replace(baseline, anonymous_nbytes=max(0, baseline.anonymous_nbytes - model_nbytes))
+    return limits_of(device, gpu_memory, cpu_memory, cpu=cpu, baseline=rest)
 
 
 def _open_store(
@@ -193,17 +178,6 @@ def _open_store(
                 f"disk_memory={disk_memory!r} is {nbytes} bytes, but the weights alone may need {weights_nbytes}"
             )
     return ScratchStore(folder, max(nbytes, 4096), engine=engine)
-
-
-def _links(device: Device, engine: Engine, store: ScratchStore | None, limits: MemoryLimits) -> Links:
-    disk_rate = _measure_store(engine, store, limits) if store is not None else float(1 << 30)
-    if not device.has_gpu_tier:
-        return Links(disk_rate)
-    assert limits.gpu is not None
-    known = device.link_info()
-    room = min(limits.cpu.nbytes, limits.gpu.nbytes)
-    rate = known.bandwidth_bytes_per_s or measure_link(device, room_nbytes=room)
-    return Links(disk_rate, rate, gpu_latency_s=known.latency_s or 0.0)
 
 
 def _measure_store(engine: Engine, store: ScratchStore, limits: MemoryLimits) -> float:

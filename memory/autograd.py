@@ -82,11 +82,11 @@ class Plain:
 class WeightRef:
     """A view of a chunk, wherever the chunk is."""
 
-    __slots__ = ("_chunk", "_dtype", "_leases", "_offset", "_shape", "_stride", "_version")
+    __slots__ = ("__weakref__", "_chunk", "_dtype", "_leases", "_offset", "_shape", "_stride", "_version")
 
     def __init__(self, chunk: WeightChunk, offset: int, tensor: Tensor, leases: Leases) -> None:
         self._chunk, self._offset, self._leases = chunk, offset, leases
-        chunk.references.append(None)
+        chunk.refer(self)
         self._shape, self._stride, self._dtype = tensor.shape, tensor.stride(), tensor.dtype
         self._version = Version(tensor)
 
@@ -96,23 +96,17 @@ class WeightRef:
             self._chunk, lambda base: view_bytes(base, self._offset, self._shape, self._stride, self._dtype)
         )
 
-    def __del__(self) -> None:
-        self._chunk.references.pop()
-
 
 class CastRef:
     """A weight in autocast's dtype."""
 
-    __slots__ = ("_chunk", "_dtype", "_is_transposed", "_leases", "_version", "_view")
+    __slots__ = ("__weakref__", "_chunk", "_dtype", "_is_transposed", "_leases", "_version", "_view")
 
     def __init__(self, chunk: WeightChunk, view: View, tensor: Tensor, is_transposed: bool, leases: Leases) -> None:
         self._chunk, self._view, self._leases = chunk, view, leases
-        chunk.references.append(None)
+        chunk.refer(self)
         self._dtype, self._is_transposed = tensor.dtype, is_transposed
         self._version = Version(view.parameter)
-
-    def __del__(self) -> None:
-        self._chunk.references.pop()
 
     def unpack(self) -> Tensor:
         self._version.check()

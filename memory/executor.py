@@ -120,16 +120,9 @@ class Executor(Pipeline):
         """Prefetch in this order from now on; what was prefetched for another order is dropped."""
         with self._lock, self._operation():
             self._check()
-            if self._schedule.is_same(schedule):
-                return
-            for entry in self._idle():
-                self._abandon(entry)
-            for staged in list(self._staged.values()):
-                self._abandon_staged(staged)
-            self._schedule = Schedule(schedule)
-            # Entries that stay are leased: they are older than anything of the new order.
-            self._next = self._next_read = self._schedule.first_index_after(self._next)
-            self._pump()
+            if not self._schedule.is_same(schedule):
+                self._take_order(schedule)
+                self._pump()
 
     def restart(self, schedule: Sequence[Run]) -> None:
         """Drop whatever was read ahead, and prefetch in this order from its start to its end, once; an empty one stops.
@@ -138,16 +131,19 @@ class Executor(Pipeline):
         """
         with self._lock, self._operation():
             self._check()
-            for entry in self._idle():
-                self._abandon(entry)
-            for staged in list(self._staged.values()):
-                self._abandon_staged(staged)
-            self._schedule = Schedule(schedule)
-            self._next = self._next_read = self._schedule.first_index_after(self._next)
+            self._take_order(schedule)
             self._stop_at = self._next + len(schedule)
             self._is_started = bool(schedule)
-            self._drain()
             self._pump()
+
+    def _take_order(self, schedule: Sequence[Run]) -> None:
+        for entry in self._idle():
+            self._abandon(entry)
+        for staged in list(self._staged.values()):
+            self._abandon_staged(staged)
+        self._schedule = Schedule(schedule)
+        # Entries that stay are leased: they are older than anything of the new order.
+        self._next = self._next_read = self._schedule.first_index_after(self._next)
 
     def drop(self, chunk_id: int) -> bool:
         """Forget copies of a chunk whose home has changed. False: one is leased, so it had to stay."""

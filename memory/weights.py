@@ -3,10 +3,12 @@
 Note [homes are memory]
     Outside a lease a parameter shows its chunk's *home*: its own old memory, or the mapped scratch file. Both are plain
     memory with the true bytes, true shape and true strides. So whoever reads or writes a parameter by any path
-    (state_dict, pickle, deepcopy, an optimizer nobody told us of, numpy, a view kept for years) reads and changes the
-    truth, and nothing has to be intercepted. Two rules keep it true:
+    (state_dict, pickle, deepcopy, an optimizer nobody told us of, numpy) reads and changes the truth, and nothing has
+    to be intercepted. Two rules keep it true:
     1. Copies of a home exist only inside a pass; `Executor.restart` drops them at its ends.
-    2. What a forward writes to a leased slot is copied home when the lease ends (version counters).
+    2. What a forward writes to a leased slot is copied home when the lease ends, if a version counter shows it.
+    Two things are not seen: a write through `.data` inside a forward, which no counter shows; and a view that somebody
+    kept when its home in memory moves (a plan, room being made, the end), which is then a copy of the old values.
     Mapped pages and direct reads agree: before a direct read the kernel writes dirty pages of the range to the file,
     and a direct write drops the range's clean ones.
 
@@ -24,6 +26,7 @@ Note [one chunk, one run of bytes]
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -78,7 +81,7 @@ class WeightChunk:
         self.version = 0  # of the home that copies were made from
         self.home = self.views_of(base)
         self.away: frozenset[int] = frozenset()  # views whose parameters show something else
-        self.references: list[None] = []  # one per saved tensor that refers to it; any thread may end one
+        self._references: set[weakref.ref[object]] = set()  # to saved tensors that refer to it
         self._bound: list[tuple[Tensor, int]] = []
 
     @property
@@ -98,6 +101,10 @@ class WeightChunk:
         segments = (Segment(extent.path, extent.offset, self.slot_nbytes, 0),) if extent is not None else ()
         return Chunk(self.chunk_id, self.name, self.slot_nbytes, self.slot_nbytes, segments, ())
 
+    def in_slot(self, slot: Tensor) -> Tensor:
+        """The chunk's bytes of a slot that holds it."""
+        return slot[self.residue : self.residue + self.nbytes]
+
     def views_of(self, base: Tensor) -> list[Tensor]:
         """The parameters' views of these bytes; each has a version counter of its own."""
         with torch.inference_mode(False):
@@ -116,6 +123,12 @@ class WeightChunk:
     def is_elsewhere(self) -> bool:
         """Whether `share_memory()` took the home's storage elsewhere, with all that look at it. It stays there."""
         return self.base.data_ptr() != self._address
+
+    def refer(self, saved: object) -> None:
+        """Know of a saved tensor that means this chunk, as long as it lives. Its end is noted in C alone, so that an
+        interrupt has no line of Python to be lost in."""
+        reference = weakref.ref(saved, self._references.discard)
+        self._references.add(reference)  # which makes the hash that its end needs
 
     def show_home(self) -> None:
         self._show(self.home)
@@ -178,7 +191,7 @@ class WeightChunk:
             if view.parameter.data_ptr() != home.data_ptr() or not view_matches(view.parameter, view)
         )
         # Of several parameters that share the bytes, one that was replaced shares them no more.
-        if self.away and len(self.views) == 1 and not self.references and not self.is_watched:
+        if self.away and len(self.views) == 1 and not self._references and not self.is_watched:
             (view,), (home,) = self.views, self.home
             is_private = is_private or (lambda parameter: num_holders(parameter) == 1)
             if view_matches(view.parameter, view) and is_private(view.parameter):

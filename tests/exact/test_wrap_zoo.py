@@ -164,7 +164,7 @@ def test_a_weight_changed_in_place_before_backward_raises_where_plain_torch_rais
     reference = Reference(case)
     plain, batches = build(case)
     model, _ = build(case)
-    budgets = budgets_for(case, reference.footprint, budget, tmp_path)
+    budgets = budgets_for(reference, budget, tmp_path)
     with open_run(model, budget.device, budgets, tmp_path) as run:
         outcomes = [changed_under_a_graph(each, batches[0]) for each in (model, plain)]
         assert budget.share == 1.0 or run.stats().executor["num_leases"] > 0
@@ -250,7 +250,7 @@ def test_nothing_is_left_on_the_model_or_anywhere_else(
 ) -> None:
     case = Case(model_that_may_fail, zoo.rows())
     reference = Reference(case)
-    budgets = budgets_for(case, reference.footprint, budget, tmp_path)
+    budgets = budgets_for(reference, budget, tmp_path)
     model, batches = build(case)
     looks, hooks = looks_of(model), [dict(hooks) for hooks in GLOBALS]
     with open_run(model, budget.device, budgets, tmp_path) as run:
@@ -280,7 +280,7 @@ def test_nothing_is_left_on_the_model_or_anywhere_else(
 @pytest.mark.parametrize("budget", SOME, ids=str)
 def test_a_graph_made_before_the_end_goes_backward_after_it(budget: Budget, tmp_path: Path, no_leaks: None) -> None:
     case = CASES["large-activations"]
-    budgets = budgets_for(case, Reference(case).footprint, budget, tmp_path)
+    budgets = budgets_for(Reference(case), budget, tmp_path)
     plain, batches = build(case)
     model, _ = build(case)
     with open_run(model, budget.device, budgets, tmp_path):

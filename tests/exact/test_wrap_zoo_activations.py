@@ -33,7 +33,7 @@ def test_training_with_activations_elsewhere_is_that_of_plain_torch(
     reference: Reference, place: str, tmp_path: Path, no_leaks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device, policy = PLACES[place]
-    budgets = budgets_for(reference.case, reference.footprint, Budget(device, 0.6), tmp_path)
+    budgets = budgets_for(reference, Budget(device, 0.6), tmp_path)
     budgets = {tier: nbytes + SMALL_ONES_NBYTES for tier, nbytes in budgets.items()}
     monkeypatch.setattr(hetero.memory.activations, "LARGE_NBYTES", 1)
     monkeypatch.setattr(hetero.memory.activations, "WINDOW_NBYTES", 512)

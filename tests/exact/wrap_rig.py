@@ -272,11 +272,14 @@ def minimal_budgets(case: Case, device: str, folder: Path) -> Budgets:
     raise AssertionError(f"still too small after {MAX_TRIES} tries: {budgets}")
 
 
-def budgets_for(case: Case, footprint: Footprint, budget: Budget, folder: Path) -> Budgets:
+def budgets_for(reference: Reference, budget: Budget, folder: Path) -> Budgets:
     """Bytes per tier: a share of the weights (at least one module's), and all that is no weight."""
+    case, footprint = reference.case, reference.footprint
     if budget.share is None:
         return minimal_budgets(case, budget.device, folder)
-    needs = least_needs(case, budget.device, folder)
+    if budget.device not in reference.needs:
+        reference.needs[budget.device] = least_needs(case, budget.device, folder)
+    needs = reference.needs[budget.device]
     weights = round(budget.share * footprint.weights)
     if budget.device == "cpu":
         ring = needs["cpu"] - BOUNCE_NBYTES - footprint.small
@@ -291,11 +294,12 @@ def budgets_for(case: Case, footprint: Footprint, budget: Budget, folder: Path) 
 
 
 class Reference:
-    """A case trained plainly, once, for all budgets."""
+    """A case trained plainly, once, for all budgets; `needs` are what refusals said, by device."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
         self.footprint = footprint_of(case)
+        self.needs: dict[str, Budgets] = {}
         model, batches = build(case)
         notes = Notes()
         notes.state(model)
@@ -308,8 +312,8 @@ class Reference:
 
 def check_training(reference: Reference, budget: Budget, folder: Path) -> WrappedRun:
     """Train in a budget; everything must be as it was plainly, during and after. Returns the closed run."""
-    case, footprint = reference.case, reference.footprint
-    budgets = budgets_for(case, footprint, budget, folder)
+    case = reference.case
+    budgets = budgets_for(reference, budget, folder)
     model, batches = build(case)
     assert_same(state_of(model), reference.start)
     with open_run(model, budget.device, budgets, folder) as run:

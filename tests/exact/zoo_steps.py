@@ -116,9 +116,13 @@ def _load(model: nn.Module) -> None:
 
 def write_between_forward_and_backward(model: Any, batch: Batch, notes: Notes) -> None:
     """Behind autograd's back: backward computes with the new values, plainly as well."""
+    for write in (_add_to_data, _write_through_numpy):
+        loss = loss_of(model(*batch))
+        write(model)
+        loss.backward()  # type: ignore[no-untyped-call]
+        notes.gradients(model)
     loss = loss_of(model(*batch))
     _add_to_data(model)
-    _write_through_numpy(model)
     notes.add("evaluation", model(*batch))
     loss.backward()  # type: ignore[no-untyped-call]
     notes.gradients(model)

@@ -1,0 +1,122 @@
+"""What an iteration of a wrapped model does, and where its weights are best for that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+
+from hetero.memory.activations import ACTIVATIONS
+from hetero.memory.budget import Ledger, MemoryLimits
+from hetero.memory.homes import WEIGHTS
+from hetero.memory.plan import make_plan
+from hetero.memory.plan_types import BudgetError, Budgets, ChunkSpec, Links, Moment, Plan, Trace, uses_of
+from hetero.memory.trace import Recorder
+from hetero.memory.weights import Place
+from hetero.report.wrapped import TierShare, WrapPlan
+from hetero.streaming import RING, Streaming
+
+FORWARD, TRAIN, BACKWARD = "forward", "train forward", "backward"
+
+
+class IterationPlanner:
+    """Turns recorded passes and the ledger into a plan, and a plan into words. It moves nothing."""
+
+    def __init__(
+        self,
+        streaming: Streaming,
+        recorder: Recorder,
+        *,
+        ledger: Ledger,
+        limits: MemoryLimits,
+        links: Links,
+        names: Mapping[int, str],
+    ) -> None:
+        """`names`: of the modules, by id."""
+        self._streaming, self._recorder, self._ledger = streaming, recorder, ledger
+        self._limits, self._links, self._names = limits, links, names
+        self._planned_ids: set[int] = set()
+        self._activation_peaks: dict[str, int] = {}
+
+    def sees_new_uses(self, phase: str) -> bool:
+        """Whether the phase was recorded for the first time, or has used chunks that no plan has seen used. Another
+        order alone is followed at once and needs no plan."""
+        used = {chunk_id for order in self._orders() for chunk_ids in order for chunk_id in chunk_ids}
+        is_new = self._recorder.num_passes(phase) == 1 or bool(used - self._planned_ids)
+        self._planned_ids |= used
+        return is_new
+
+    def note_peak(self) -> None:
+        """Remember how many bytes saved activations hold now, if it is more than ever."""
+        for tier in self._ledger.tiers():
+            now = self._ledger.holders(tier).get(ACTIVATIONS, 0)
+            self._activation_peaks[tier] = max(self._activation_peaks.get(tier, 0), now)
+
+    def make(self) -> tuple[Plan, dict[str, int]] | None:
+        """The best placement for what was recorded, and the bytes per tier it was made for. None: nothing was recorded,
+        or not even the smallest fits (saved activations will have to leave again; weights stream as they do)."""
+        trace = self._trace()
+        if trace is None:
+            return None
+        specs = [
+            ChunkSpec(chunk_id=c.chunk_id, nbytes=c.slot_nbytes, read_nbytes=c.slot_nbytes)
+            for c in self._streaming.chunks
+        ]
+        room = {tier: max(0, self._ledger.limit(tier) - self._held(tier)) for tier in self._ledger.tiers()}
+        budgets = Budgets(room["gpu"] if self._streaming.first == "gpu" else None, room["cpu"])
+        with suppress(BudgetError):
+            return make_plan(specs, trace, budgets, self._links), room
+        return None
+
+    def _trace(self) -> Trace | None:
+        """The last iteration, and what other iterations used beside it."""
+        parts = [self._recorder.trace(phase) for phase in (TRAIN, BACKWARD)]
+        if parts[0] is None or parts[1] is None:
+            parts = [self._recorder.trace(FORWARD) or parts[0]]
+        moments = [moment for part in parts if part is not None for moment in part.moments]
+        if not moments:
+            return None
+        rare = self._planned_ids - {chunk_id for moment in moments for chunk_id in moment.chunk_ids}
+        for module, chunks in self._streaming.own.items():
+            chunk_ids = tuple(chunk.chunk_id for chunk in chunks)
+            if rare.intersection(chunk_ids):
+                moments.append(Moment(self._names[module], chunk_ids, 0.0))
+        return Trace("iteration", tuple(moments))
+
+    def _orders(self) -> list[list[tuple[int, ...]]]:
+        """The chunks of each moment of an iteration, per phase: of training if there was any, else of a forward."""
+        phases = [phase for phase in (TRAIN, BACKWARD) if self._recorder.num_passes(phase)] or [FORWARD]
+        return [self._recorder.order(phase) for phase in phases if self._recorder.num_passes(phase)]
+
+    def _held(self, tier: str) -> int:
+        """What is neither weights nor ring, with saved activations at their peak."""
+        held = self._ledger.holders(tier)
+        others = sum(n for holder, n in held.items() if holder not in (WEIGHTS, RING, ACTIVATIONS))
+        return others + max(held.get(ACTIVATIONS, 0), self._activation_peaks.get(tier, 0))
+
+    def describe(self, plan: Plan | None) -> WrapPlan:
+        """Where the weights are now, and what an iteration like the last one costs there."""
+        streaming, homes = self._streaming, self._streaming.homes
+        shares = {}
+        for tier in self._ledger.tiers():
+            held = self._ledger.holders(tier)
+            placed = sum(c.nbytes for c in streaming.chunks if homes.tier_of(c.place) == tier)
+            shares[tier] = TierShare(self._ledger.limit(tier), placed, held.get(RING, 0), self._held(tier))
+        by_id = {chunk.chunk_id: chunk for chunk in streaming.chunks}
+        streamed = frozenset(chunk.chunk_id for chunk in streaming.streamed)
+        stays = [by_id[use.chunk_id] for order in self._orders() for use in uses_of(order, streamed)]
+        prediction = plan.prediction if plan is not None else None
+        return WrapPlan(
+            state="planned" if plan is not None else "warm-up",
+            num_chunks=len(streaming.chunks),
+            num_streamed=len(streamed),
+            tiers=shares,
+            activations_nbytes=self._activation_peaks.get(streaming.first, 0),
+            disk_nbytes=sum(c.slot_nbytes for c in stays if c.place is Place.DISK),
+            gpu_link_nbytes=sum(
+                c.host_range[1] if c.place is Place.CPU else c.slot_nbytes for c in stays
+            ) if streaming.first == "gpu" else 0,
+            time_s=prediction.time_s if prediction else None,
+            bound_s=prediction.bound_s if prediction else None,
+            bottleneck=prediction.bottleneck if prediction else None,
+            notes=self._limits.lines(),
+        )  # fmt: skip
