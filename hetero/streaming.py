@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -16,17 +17,18 @@ from hetero.io.errors import OutOfMemoryError
 from hetero.io.scratch import ScratchStore
 from hetero.memory.budget import Ledger
 from hetero.memory.chunk import align_up
-from hetero.memory.device import Device
+from hetero.memory.device import ArenaLike, Device
 from hetero.memory.executor import Executor
 from hetero.memory.homes import WEIGHTS, Homes
 from hetero.memory.pipeline import InterruptedPassError
 from hetero.memory.plan_types import Plan
+from hetero.memory.residency import alias
 from hetero.memory.ring import Ring
 from hetero.memory.schedule import Run
 from hetero.memory.states import ExecutorStats, Residency
 from hetero.memory.weights import Place, WeightChunk, num_holders, span_of
 
-RING = "ring"
+RING, COPIES = "ring", "copies outside the ring"
 NUM_SPANS_KEPT = 1 << 16
 
 Lease = tuple[tuple[WeightChunk, ...], tuple[int, ...]]
@@ -71,6 +73,9 @@ class Streaming:
         self._ring_sizes = 0, 0
         self._past_stats: list[ExecutorStats] = []
         self._slot_owners: dict[int, WeightChunk] = {}
+        self._is_remote = device.torch_device.type != "cpu"
+        self._copies: dict[int, ArenaLike] = {}
+        self._dead_copies: deque[int] = deque()
         self._homes_at: dict[int, list[WeightChunk]] = {}
         self._num_moves_seen = -1
 
@@ -199,7 +204,10 @@ class Streaming:
             self.executor = None
             self._device.synchronize()
             self._rings.close()
-            self._slot_owners.clear()
+            self._forget_slots()
+
+    def _forget_slots(self) -> None:
+        self._slot_owners = {a: chunk for a, chunk in self._slot_owners.items() if a in self._copies}
 
     def shrink(self) -> None:
         """Between passes: give back what the rings have beyond the largest moment. Blocks."""
@@ -225,17 +233,26 @@ class Streaming:
                 if self.executor is not None and goal is Place.CPU:
                     self.executor.set_host(chunk.chunk_id, chunk.host_range)
         if self.executor is None and self.streamed:
-            self._make_staging_room()
+            self.make_host_room(align_up(max(self.staging_nbytes, 4096)))
             self.open_executor(self.ring_nbytes, self.staging_nbytes)
         return self.homes.num_moves > num_moves
 
-    def _make_staging_room(self) -> None:
-        """Behind a gpu tier what is on disk passes through RAM: what is there makes way."""
-        for chunk in self.chunks if self.first == "gpu" and self.homes.has_disk else ():
-            if self._ledger.free("cpu") >= align_up(max(self.staging_nbytes, 4096)):
+    def make_host_room(self, nbytes: int) -> None:
+        """Behind a gpu tier, send weights from RAM to disk until `nbytes` are free there, if so many can go. Between
+        passes."""
+        if self.first != "gpu" or not self.homes.has_disk or self._ledger.free("cpu") >= nbytes:
+            return
+        was_open, sizes = self.executor is not None, self._ring_sizes
+        if was_open:
+            self.close_executor()
+            nbytes += align_up(max(self.staging_nbytes, 4096))
+        for chunk in self.chunks:
+            if self._ledger.free("cpu") >= nbytes:
                 break
             if chunk.place is Place.CPU:
                 self.homes.move(chunk, Place.DISK)
+        if was_open:
+            self.open_executor(sizes[0], max(sizes[1], self.staging_nbytes))
 
     def _below(self, chunk: WeightChunk) -> Place | None:
         if self.first == "gpu" and self._ledger.can_take("cpu", chunk.nbytes):
@@ -254,7 +271,7 @@ class Streaming:
             chunk.forget_leases()
             chunk.adopt()
         self._rings.close()
-        self._slot_owners.clear()
+        self._forget_slots()
         for tier in self._ledger.tiers():
             self._ledger.correct(tier, RING, 0)
             held = sum(chunk.nbytes for chunk in self.chunks if self.homes.tier_of(chunk.place) == tier)
@@ -282,24 +299,62 @@ class Streaming:
 
     def lease(self, chunks: Sequence[WeightChunk]) -> Lease | None:
         """Show the chunks' parameters leased bytes until `release`. None: there is no room for all of them at once,
-        so the module computes on the homes, which is right and slow."""
+        so the module computes on the homes, which is right and slow; where it cannot, on copies, or OutOfMemoryError
+        is raised."""
         leased = tuple(chunk for chunk in chunks if chunk.place is not Place.FIRST and self._adopt(chunk))
         if self.executor is None and leased:  # the plan had never seen them used
             with suppress(OutOfMemoryError):
                 self.make_room(0)
         executor = self.executor
-        if executor is None or not leased or not all(self._is_fresh(chunk) for chunk in leased):
+        if not leased:
             return None
+        if executor is None or not all(self._is_fresh(chunk) for chunk in leased):
+            return self._lease_copies(leased)
         ids = tuple(chunk.chunk_id for chunk in leased)
         entries = self._acquire(executor, ids)
         if entries is None:
-            return None
+            return self._lease_copies(leased)
         for chunk, entry in zip(leased, entries, strict=True):
             if not entry.views:
                 entry.views.update(enumerate(chunk.views_of(chunk.in_slot(executor.bytes_of(entry)))))
             self._slot_owners[entry.space.address] = chunk
             chunk.open([entry.views[i] for i in range(len(chunk.views))])
         return leased, ids
+
+    def _lease_copies(self, chunks: tuple[WeightChunk, ...]) -> Lease | None:
+        """The lease that needs no ring. None: homes can be computed on."""
+        if not self._is_remote:
+            return None
+        copies = [chunk.views_of(self._copy_of(chunk)) for chunk in chunks]
+        for chunk, views in zip(chunks, copies, strict=True):
+            chunk.open(views)
+        return chunks, ()
+
+    def _copy_of(self, chunk: WeightChunk) -> Tensor:
+        """The chunk's bytes where compute can read them, booked until their last alias has died. Blocks."""
+        self._free_dead_copies()
+        if not self._is_remote or chunk.base.device.type != "cpu":
+            return chunk.base
+        self._ledger.take(self.first, COPIES, chunk.slot_nbytes)
+        try:
+            arena = self._device.allocate(chunk.slot_nbytes, name=chunk.name)
+        except BaseException:
+            self._ledger.give(self.first, COPIES, chunk.slot_nbytes)
+            raise
+        self._copies[arena.address] = arena
+        self._slot_owners[arena.address] = chunk
+        on_death = partial(self._dead_copies.append, arena.address)
+        slot = alias(arena.address, chunk.slot_nbytes, self._device.torch_device, on_death, (arena.keeper,))
+        where = arena.address + chunk.residue
+        self._device.copy(where, chunk.base.data_ptr(), chunk.nbytes, to_device=True).synchronize()
+        return chunk.in_slot(slot)
+
+    def _free_dead_copies(self) -> None:
+        while self._dead_copies:
+            address = self._dead_copies.popleft()
+            chunk, arena = self._slot_owners.pop(address), self._copies.pop(address)
+            arena.close()
+            self._ledger.give(self.first, COPIES, chunk.slot_nbytes)
 
     def release(self, lease: Lease) -> None:
         executor = self.executor
@@ -317,10 +372,10 @@ class Streaming:
         """`make` of the chunk's bytes, leased meanwhile. What it returns keeps the slot by its life."""
         executor = self.executor
         if chunk.place is Place.FIRST or chunk.is_elsewhere or executor is None or not self._is_fresh(chunk):
-            return make(chunk.base)
+            return make(self._copy_of(chunk))
         entries = self._acquire(executor, (chunk.chunk_id,))
         if entries is None:
-            return make(chunk.base)
+            return make(self._copy_of(chunk))
         (entry,) = entries
         del entries
         try:
@@ -403,6 +458,7 @@ class Streaming:
     def close(self, tell: Callable[[int], None]) -> None:
         """Give the model its memory back. Blocks."""
         self.close_executor()
+        self._free_dead_copies()
         self.homes.restore(tell)
 
 

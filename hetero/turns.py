@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from time import monotonic, sleep
+from types import FrameType
+
+import torch
+from torch.autograd.graph import _engine_run_backward
 
 from hetero.io.errors import HeteroError
 
 PATIENCE_S = 60.0
 """So long a thread waits for one that does not go on."""
 POLL_S = 0.0005
+
+_start_backward = _engine_run_backward.__code__
 
 Holder = tuple[int, Callable[[], bool]]
 """A thread, and whether what it does is over: an interrupted pass, or a backward that raised, tells nobody."""
@@ -38,9 +45,9 @@ class Turn:
         while True:
             with self._lock:
                 before = self._holder
-                if before is None or before[0] == me or before[1]():
+                if before is None or before[0] == me or before[1]() or _waits_for_this(before[0]):
                     self._holder = me, is_over
-                    return before if before is not None and before[0] == me else None
+                    return before if before is not None and not before[1]() else None
             if self.progress != seen:
                 seen, since_s = self.progress, monotonic()
             elif monotonic() - since_s > PATIENCE_S:
@@ -53,3 +60,17 @@ class Turn:
     def give(self, before: Holder | None) -> None:
         with self._lock:
             self._holder = before
+
+
+def _waits_for_this(thread: int) -> bool:
+    """Whether this is a thread of torch's that runs a backward, and `thread` waits for one that it has started: on a
+    GPU they are the same backward."""
+    frame = sys._current_frames().get(thread)
+    if frame is None or frame.f_code is not _start_backward or torch._C._current_graph_task_id() == -1:
+        return False
+    mine: FrameType | None = sys._getframe()
+    while mine is not None:
+        if mine.f_code is _start_backward:
+            return False  # one of this thread's own
+        mine = mine.f_back
+    return True

@@ -20,13 +20,14 @@ from torch import Tensor, nn
 
 from hetero.hooks import PassHooks
 from hetero.io.engine import Engine
-from hetero.io.errors import HeteroError, UnsupportedError
+from hetero.io.errors import HeteroError
 from hetero.io.scratch import ScratchStore
 from hetero.iteration import BACKWARD, FORWARD, TRAIN, IterationPlanner
 from hetero.memory.activations import ACTIVATIONS, ActivationStore, Policy
 from hetero.memory.autograd import Interception, SavedTensors
 from hetero.memory.budget import Ledger, MemoryLimits
 from hetero.memory.device import Device
+from hetero.memory.gradients import Gradients
 from hetero.memory.plan_types import Links
 from hetero.memory.schedule import Run, runs_of
 from hetero.memory.trace import Recorder
@@ -45,9 +46,11 @@ _live: list[WrappedRun] = []  # until closed: a run must not end because nobody 
 
 
 class _Backward(NamedTuple):
-    """One that is under way: `end` is dead when it has ended or raised."""
+    """One that is under way: `end` is dead when it has ended or raised. Behind a gpu tier a thread of torch's runs it,
+    and the caller's waits; `task` is torch's number of it."""
 
     thread: int
+    task: int
     end: weakref.ref[Callable[[], None]]
     turn_before: Holder | None
     start_s: float
@@ -123,6 +126,7 @@ class WrappedRun:
             self.streaming, self.recorder, ledger=self.ledger, limits=limits, links=links, names=self._names
         )
         self._others = others if device.torch_device.type != "cpu" else []
+        self._gradients = Gradients(model.parameters(), chunks) if device.torch_device.type != "cpu" else None
         for tensor in self._others:
             tensor.data = tensor.data.to(device.torch_device)
         self.plan = self._planner.describe(None)
@@ -180,6 +184,7 @@ class WrappedRun:
                 self._begin_training()
             if self._is_due:
                 self._make_plan()
+            self._settle_gradients()
             if has_grad and (self._is_short or not self.num_passes[TRAIN]):
                 self.streaming.shrink()  # the plan knew nothing of what is saved now
             phase = TRAIN if has_grad else FORWARD
@@ -213,6 +218,7 @@ class WrappedRun:
                 return  # the forward's own error tells; the next pass recovers
             raise
         self._is_unsettled = False
+        self._settle_gradients()
         self._rest()
 
     def enter(self, module: nn.Module) -> Lease | None:
@@ -239,18 +245,32 @@ class WrappedRun:
         self.activations.recover()
 
     def _begin_training(self) -> None:
-        if self._device.torch_device.type != "cpu":
-            raise UnsupportedError(
-                f"gradients of streamed weights on {self._device.torch_device} are not supported yet: run the forward "
-                'under torch.no_grad(), or train with device="cpu"'
-            )
+        if self._gradients is not None:
+            self._gradients.watch()
         if GRADIENTS not in self.ledger.holders(self.streaming.first) and self._trainable_nbytes:
             self._reserve(self.streaming.first, GRADIENTS, self._trainable_nbytes)
+        self._book_gradients_at_home()
         # Not those of chunks: when one moves, what is saved next may get its old memory.
         moving = {id(view.parameter) for chunk in self.streaming.chunks for view in chunk.views}
         fixed = [p for p in self.model.parameters() if id(p) not in moving]
         tensors = [*fixed, *self.streaming.away(), *self.model.buffers()]
         self._persistent = {t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided}
+
+    def _book_gradients_at_home(self) -> None:
+        """Gradients of weights that are not where they are computed on go home after each backward."""
+        if self._gradients is None or GRADIENTS not in self.ledger.holders(self.streaming.first):
+            return
+        away = [view.parameter for chunk in self.streaming.streamed for view in chunk.views]
+        more = _nbytes([p for p in away if p.requires_grad]) - self.ledger.holders("cpu").get(GRADIENTS, 0)
+        if more > 0:
+            self.streaming.make_host_room(more)
+            self.ledger.take("cpu", GRADIENTS, more)
+        else:
+            self.ledger.give("cpu", GRADIENTS, -more)
+
+    def _settle_gradients(self) -> None:
+        if self._gradients is not None and torch._C._current_graph_task_id() == -1:
+            self._gradients.settle()
 
     def _end_phase(self, phase: str) -> None:
         self.num_passes[phase] += 1
@@ -269,8 +289,9 @@ class WrappedRun:
             return
         if self._hooks.is_inside and self._in_backward == [False]:
             return  # one that a forward itself runs
-        me = threading.get_ident()
-        if self._backward is not None and self._backward.thread == me and self._backward.end() is not None:
+        me, task = threading.get_ident(), torch._C._current_graph_task_id()
+        under_way = self._backward if self._backward is not None and self._backward.end() is not None else None
+        if under_way is not None and (under_way.thread == me or under_way.task == task):
             return  # inside one
 
         # Torch holds it until it has called it, or the backward has raised: then nobody else tells us.
@@ -280,7 +301,7 @@ class WrappedRun:
         alive = weakref.ref(end)
         turn_before = self._hooks.turn.take(lambda: alive() is None)
         self._is_unsettled = True
-        self._backward = _Backward(me, alive, turn_before, perf_counter())
+        self._backward = _Backward(me, task, alive, turn_before, perf_counter())
         self.recorder.begin(BACKWARD)
         self.streaming.restart(self._runs(BACKWARD))
         torch.autograd.Variable._execution_engine.queue_callback(end)
@@ -295,6 +316,7 @@ class WrappedRun:
             self._end_phase(BACKWARD)
             self.streaming.restart(())
             self._is_unsettled = False
+            self._settle_gradients()
             self._rest()
         finally:
             self._hooks.turn.give(backward.turn_before)
@@ -379,6 +401,7 @@ class WrappedRun:
             self._is_due = True  # carried out in part
             raise
         self.num_plans += 1
+        self._book_gradients_at_home()
         self.plan = self._planner.describe(plan)
 
     # -- figures ------------------------------------------------------------------------------------------------------
@@ -447,6 +470,8 @@ class WrappedRun:
                 self.streaming.close(lambda done_nbytes: tell(done_nbytes, total_nbytes))
                 for tensor in self._others:
                     tensor.data = tensor.data.cpu()
+                if self._gradients is not None:
+                    self._gradients.close()
 
     def __enter__(self) -> Self:
         return self

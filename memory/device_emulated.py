@@ -196,7 +196,8 @@ class EmulatedDevice:
 
     `bandwidth_bytes_per_s` (per direction, None: as fast as memmove) and `latency_s` shape every copy. `poison` fills
     new and retired memory with NaN; `detect_races` raises RaceError from `copy` and `retire`. Turn both off only to
-    time. Owns two threads, which `close` ends.
+    time. `torch_device` is what tensors over its memory say they are on: the tests have one that torch takes for a GPU.
+    Owns two threads, which `close` ends.
     """
 
     name = "emulated"
@@ -211,6 +212,7 @@ class EmulatedDevice:
         event_lag_s: float = 0.0,
         poison: bool = True,
         detect_races: bool = True,
+        torch_device: torch.device | None = None,
     ) -> None:
         if capacity_nbytes <= 0:
             raise ConfigError(f"an emulated GPU needs a capacity above 0 bytes, got {capacity_nbytes}")
@@ -219,7 +221,7 @@ class EmulatedDevice:
                 f"a link needs a bandwidth above 0 bytes/s and a latency of 0 s or more, got {bandwidth_bytes_per_s} "
                 f"and {latency_s}"
             )
-        self.torch_device = torch.device("cpu")
+        self.torch_device = torch_device or torch.device("cpu")
         self.capacity_nbytes = capacity_nbytes
         self._link_info = LinkInfo(bandwidth_bytes_per_s, latency_s)
         self._event_lag_s, self._poison = event_lag_s, poison

@@ -67,12 +67,13 @@ class Notes:
     def add(self, name: str, value: Any) -> None:
         """Copy every tensor in a value: tensors, mappings, sequences, dataclasses."""
         for i, tensor in enumerate(tensors_of(value)):
-            self.record.append((f"{name} {i}", tensor.detach().clone()))
+            self.record.append((f"{name} {i}", copy_of(tensor)))
 
     def gradients(self, model: nn.Module) -> None:
         for name, parameter in model.named_parameters():
             gradient = parameter.grad
-            self.record.append((f"gradient of {name}", None if gradient is None else gradient.detach().clone()))
+            assert gradient is None or gradient.device == parameter.device, f"{name} and its gradient are apart"
+            self.record.append((f"gradient of {name}", None if gradient is None else copy_of(gradient)))
 
     def state(self, model: nn.Module) -> None:
         """Parameters and buffers under every name that they have, persistent or not."""
@@ -80,7 +81,12 @@ class Notes:
             *model.named_parameters(remove_duplicate=False),
             *model.named_buffers(remove_duplicate=False),
         ]:
-            self.record.append((name, tensor.detach().clone()))
+            self.record.append((name, copy_of(tensor)))
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """What it holds now, in RAM."""
+    return tensor.detach().clone().cpu()
 
 
 Step = Callable[[Any, Batch, Notes], None]
@@ -142,9 +148,11 @@ def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
 
 
-def train(case: Case, model: nn.Module, batches: list[Batch]) -> Record:
-    """Train one step per batch, and note everything that can be seen."""
+def train(case: Case, model: nn.Module, batches: list[Batch], where: torch.device | None = None) -> Record:
+    """Train one step per batch, moved to `where`, and note everything that can be seen."""
     torch.manual_seed(1)
+    if where is not None:
+        batches = [tuple(x.to(where) if isinstance(x, Tensor) else x for x in batch) for batch in batches]
     notes = Notes()
     optimizer = optimizer_for(model)
     for batch in batches:
@@ -255,14 +263,14 @@ def _tiers(device: str) -> Budgets:
     return {"cpu": 4096} | ({"gpu": 4096} if device == "emulated" else {})
 
 
-def minimal_budgets(case: Case, device: str, folder: Path) -> Budgets:
+def minimal_budgets(case: Case, device: str, folder: Path, where: torch.device | None = None) -> Budgets:
     """Start from almost nothing and do what each error says, until a step works."""
     budgets = _tiers(device)
     for _ in range(MAX_TRIES):
         model, batches = build(case)
         try:
             with open_run(model, device, budgets, folder):
-                train(case, model, batches)
+                train(case, model, batches, where)
             return budgets
         except TooSmallError as error:
             budgets = dict(error.needs)
@@ -276,7 +284,7 @@ def budgets_for(reference: Reference, budget: Budget, folder: Path) -> Budgets:
     """Bytes per tier: a share of the weights (at least one module's), and all that is no weight."""
     case, footprint = reference.case, reference.footprint
     if budget.share is None:
-        return minimal_budgets(case, budget.device, folder)
+        return minimal_budgets(case, budget.device, folder, reference.where)
     if budget.device not in reference.needs:
         reference.needs[budget.device] = least_needs(case, budget.device, folder)
     needs = reference.needs[budget.device]
@@ -286,6 +294,8 @@ def budgets_for(reference: Reference, budget: Budget, folder: Path) -> Budgets:
         return {"cpu": BOUNCE_NBYTES + footprint.fixed + max(weights, ring)}
     ring = needs["gpu"] - footprint.small
     cpu = needs["cpu"] + (weights if budget.spills else footprint.weights)
+    if reference.where is not None:  # each gradient goes home
+        cpu += footprint.gradients
     rounding = PAGE_NBYTES * footprint.num_weights if budget.share == 1.0 else 0  # each is in pages of its own
     return {"gpu": footprint.fixed + max(weights, ring) + rounding, "cpu": cpu}
 
@@ -294,17 +304,19 @@ def budgets_for(reference: Reference, budget: Budget, folder: Path) -> Budgets:
 
 
 class Reference:
-    """A case trained plainly, once, for all budgets; `needs` are what refusals said, by device."""
+    """A case trained plainly, once, for all budgets; `needs` are what refusals said, by device. `where` the wrapped
+    one computes, and the plain one as well unless `plain_on_cpu`."""
 
-    def __init__(self, case: Case) -> None:
-        self.case = case
+    def __init__(self, case: Case, where: torch.device | None = None, *, plain_on_cpu: bool = False) -> None:
+        self.case, self.where = case, where
         self.footprint = footprint_of(case)
         self.needs: dict[str, Budgets] = {}
         model, batches = build(case)
         notes = Notes()
         notes.state(model)
         self.start = notes.record
-        self.record = train(case, model, batches)
+        there = None if plain_on_cpu else where
+        self.record = train(case, model if there is None else model.to(there), batches, there)
         notes = Notes()
         notes.state(model)
         self.end = notes.record
@@ -317,7 +329,7 @@ def check_training(reference: Reference, budget: Budget, folder: Path) -> Wrappe
     model, batches = build(case)
     assert_same(state_of(model), reference.start)
     with open_run(model, budget.device, budgets, folder) as run:
-        assert_same(train(case, model, batches), reference.record)
+        assert_same(train(case, model, batches, reference.where), reference.record)
         assert_streamed(run, case, budget, budgets)
     assert_same(state_of(model), reference.end)
     assert list(folder.iterdir()) == []
