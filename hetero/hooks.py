@@ -19,6 +19,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from hetero.turns import Holder, Turn
 
+_NoTorchFunctions = torch._C.DisableTorchFunction
+"""What the listener does is no business of modes on the stack of torch functions, ours (outside.py) or others."""
+
 
 class Listener(Protocol):
     """What wants to know. What `enter` and `begin_pass` raise reaches the model's caller."""
@@ -103,7 +106,8 @@ class PassHooks:
 
     def _before(self, module: nn.Module, args: Any) -> None:
         if not _is_transformed():  # first: torch.compile traces this line, and nothing after it
-            self._begin(module, sys._getframe(1))
+            with _NoTorchFunctions():
+                self._begin(module, sys._getframe(1))
 
     def _begin(self, module: nn.Module, frame: FrameType) -> None:
         if self._members.get(id(module)) is not module:
@@ -132,6 +136,10 @@ class PassHooks:
             return
         if not any(entered is module for entered, _ in self._stack):
             return
+        with _NoTorchFunctions():
+            self._leave(module, failed=output is None)
+
+    def _leave(self, module: nn.Module, *, failed: bool) -> None:
         self.turn.progress += 1
         try:
             while True:
@@ -141,7 +149,7 @@ class PassHooks:
                     break
         finally:
             if not self._stack:
-                self._end(failed=output is None)
+                self._end(failed=failed)
 
     def _end(self, *, failed: bool) -> None:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from time import perf_counter
 
@@ -59,7 +59,7 @@ class Streaming:
         self._collect_after_s = 0.0
         self._device, self._engine, self._store, self._ledger = device, engine, store, ledger
         self._parameters = list(model.parameters())
-        by_parameter = {id(view.parameter): chunk for chunk in chunks for view in chunk.views}
+        self._chunk_of = by_parameter = {id(view.parameter): chunk for chunk in chunks for view in chunk.views}
         self.own = {
             id(module): tuple(
                 dict.fromkeys(by_parameter[id(p)] for p in parameters_of(module) if id(p) in by_parameter)
@@ -109,13 +109,25 @@ class Streaming:
         if self.streamed:
             self.open_executor(self.ring_nbytes, self.staging_nbytes)
 
-    def place(self, plan: Plan, room: Mapping[str, int]) -> None:
+    def place(self, plan: Plan, room: Mapping[str, int]) -> bool:
         """Carry out a plan, between passes: moves in an order in which there is room for each, then the rings. Blocks.
 
         `room`: bytes per tier for weights and rings. What the plan does not speak of stays where it is if it can.
+        True: all is as planned. Where homes are on two devices, weights that are trained stay together on one: torch
+        computes norms, and steps, of those on each device apart, and its bits are those of all on one.
         """
         self.close_executor()
-        goals = self._goals(plan, room)
+        trained = {chunk.chunk_id for chunk in self.chunks if chunk.is_trainable} if self._is_remote else set()
+        parted = plan.gpu_resident & trained if not trained <= plan.gpu_resident else frozenset()
+        if parted:
+            freed_nbytes = sum(chunk.slot_nbytes for chunk in self.chunks if chunk.chunk_id in parted)
+            plan = replace(
+                plan,
+                gpu_resident=plan.gpu_resident - parted,
+                gpu_ring_nbytes=max(plan.gpu_ring_nbytes + freed_nbytes, self.ring_nbytes),
+                cpu_ring_nbytes=max(plan.cpu_ring_nbytes, self.staging_nbytes),
+            )
+        goals = self._goals(plan, room, parted)
         pending = [chunk for chunk in self.chunks if chunk.place is not goals[chunk.chunk_id]]
         while pending:
             waiting = [chunk for chunk in pending if not self._try_move(chunk, goals[chunk.chunk_id])]
@@ -125,13 +137,14 @@ class Streaming:
                     break
                 self.homes.move(stuck[0], Place.DISK)
             pending = waiting
-        planned = plan.gpu_resident | plan.cpu_resident | set(plan.schedule)
+        planned = plan.gpu_resident | plan.cpu_resident | set(plan.schedule) | parted
         if any(chunk.chunk_id in planned for chunk in self.streamed):
             self.open_executor(
                 plan.gpu_ring_nbytes if self.first == "gpu" else plan.cpu_ring_nbytes, plan.cpu_ring_nbytes
             )
+        return not parted
 
-    def _goals(self, plan: Plan, room: Mapping[str, int]) -> dict[int, Place]:
+    def _goals(self, plan: Plan, room: Mapping[str, int], parted: frozenset[int]) -> dict[int, Place]:
         first = plan.cpu_resident if self.first == "cpu" else plan.gpu_resident
         second = plan.cpu_resident if self.first == "gpu" else frozenset()
         streamed, below = set(plan.schedule), Place.DISK if self.homes.has_disk else Place.CPU
@@ -143,10 +156,12 @@ class Streaming:
                 goal = Place.FIRST
             elif chunk.chunk_id in second:
                 goal = Place.CPU
-            elif chunk.chunk_id in streamed or chunk.nbytes > left[self.homes.tier_of(chunk.place)]:
+            elif chunk.chunk_id in streamed:
                 goal = below
             else:
-                goal = chunk.place
+                goal = Place.CPU if chunk.chunk_id in parted else chunk.place
+                if chunk.nbytes > left[self.homes.tier_of(goal)]:
+                    goal = below
             goals[chunk.chunk_id] = goal
             left[self.homes.tier_of(goal)] -= chunk.nbytes
         return goals
@@ -320,6 +335,28 @@ class Streaming:
             self._slot_owners[entry.space.address] = chunk
             chunk.open([entry.views[i] for i in range(len(chunk.views))])
         return leased, ids
+
+    def borrow(self, parameters: Sequence[nn.Parameter]) -> tuple[tuple[int, ...], Callable[[], None]]:
+        """Show parameters where compute can read them, outside their own module's lease, until the function that is
+        returned is called: chunks (whose numbers are returned) leased, what is away copied. Raises OutOfMemoryError."""
+        chunks = tuple(dict.fromkeys(self._chunk_of[id(p)] for p in parameters if id(p) in self._chunk_of))
+        lease = self.lease(chunks)
+        shown = []
+        for parameter in parameters:
+            if parameter.device.type == "cpu":  # memory of the user's own
+                theirs = parameter.data
+                parameter.data = theirs.to(self._device.torch_device)
+                shown.append((parameter, theirs, parameter._version))
+
+        def give_back() -> None:
+            for parameter, theirs, version in shown:
+                if parameter._version != version:
+                    theirs.copy_(parameter.data)
+                parameter.data = theirs
+            if lease is not None:
+                self.release(lease)
+
+        return tuple(chunk.chunk_id for chunk in chunks), give_back
 
     def _lease_copies(self, chunks: tuple[WeightChunk, ...]) -> Lease | None:
         """The lease that needs no ring. None: homes can be computed on."""

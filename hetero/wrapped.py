@@ -32,6 +32,7 @@ from hetero.memory.plan_types import Links
 from hetero.memory.schedule import Run, runs_of
 from hetero.memory.trace import Recorder
 from hetero.memory.weights import Place, WeightChunk
+from hetero.outside import OutsideReads
 from hetero.planning import TooSmallError
 from hetero.report.progress import Progress, ProgressCallback
 from hetero.report.timeline import CounterSample, Span, write_timeline
@@ -92,7 +93,7 @@ class WrappedRun:
         self._pass: tuple[str, float] | None = None
         self._in_backward: list[bool] = []
         self._backward: _Backward | None = None
-        self._saved_hooks: list[Interception | None] = []
+        self._on_stacks: list[list[Interception | OutsideReads]] = []  # of torch's, for each pass under way
         self._spans: deque[Span] = deque(maxlen=NUM_SPANS_KEPT)
         self._names = {id(module): path or type(module).__name__ for path, module in model.named_modules()}
         moving = {id(view.parameter) for chunk in chunks for view in chunk.views}
@@ -194,7 +195,7 @@ class WrappedRun:
         elif has_grad:
             self._begin_training()
         self._in_backward.append(in_backward)
-        self._push_hooks() if has_grad else self._saved_hooks.append(None)
+        self._push_hooks(has_grad)
 
     def end_pass(self, *, failed: bool) -> None:
         if not self._in_backward:
@@ -230,6 +231,13 @@ class WrappedRun:
         self.recorder.grant(self._names[id(module)], tuple(chunk.chunk_id for chunk in chunks))
         return lease
 
+    def borrow(self, parameters: Sequence[nn.Parameter]) -> Callable[[], None]:
+        """As `Streaming.borrow`, seen as a use of the chunks."""
+        self.recorder.request()
+        chunk_ids, give_back = self.streaming.borrow(parameters)
+        self.recorder.grant("read outside its module", chunk_ids)
+        return give_back
+
     def leave(self, lease: Lease | None) -> None:
         if lease is not None:
             self.streaming.release(lease)
@@ -238,7 +246,7 @@ class WrappedRun:
         """The last pass, or its backward, did not come to its end: torch tells nobody of a KeyboardInterrupt."""
         self._pass = self._backward = None
         self._in_backward.clear()
-        while self._saved_hooks:
+        while self._on_stacks:
             self._pop_hooks()
         self.recorder.abort()
         self.streaming.recover()
@@ -324,6 +332,8 @@ class WrappedRun:
     def _rest(self) -> None:
         """When all weights are where they are computed on, and activations may stay, see nothing any more of a phase
         that was seen whole."""
+        if self._gradients is not None and any(p.device.type == "cpu" for p in self.model.parameters()):
+            return  # memory of the user's own
         if self.streaming.streamed or self._is_due or self.activations.leaves_at_once or not self._hooks.is_installed:
             return
         if self.num_passes[BACKWARD] or not self._trainable_nbytes:
@@ -336,18 +346,22 @@ class WrappedRun:
         order = self.recorder.order(phase) if self.recorder.num_passes(phase) else []
         return runs_of(order, streamed)
 
-    def _push_hooks(self) -> None:
-        hooks = Interception(self._saved)
-        self._saved_hooks.append(hooks)
-        hooks.enter()
+    def _push_hooks(self, has_grad: bool) -> None:
+        ours: list[Interception | OutsideReads] = []
+        self._on_stacks.append(ours)  # first: whatever call an interrupt hits, it is taken off
+        if has_grad:
+            ours.append(Interception(self._saved))
+        if self._device.torch_device.type != "cpu":
+            ours.append(OutsideReads(self.model.parameters(), self._device.torch_device, self))
+        for each in ours:
+            each.enter()
 
     def _pop_hooks(self) -> None:
-        if not self._saved_hooks:  # an interrupt fell before the push
+        if not self._on_stacks:  # an interrupt fell before the push
             return
-        hooks = self._saved_hooks[-1]
-        if hooks is not None:
-            hooks.leave()
-        self._saved_hooks.pop()  # last: an interrupted `leave` is made again
+        for each in reversed(self._on_stacks[-1]):
+            each.leave()
+        self._on_stacks.pop()  # last: an interrupted `leave` is made again
 
     # -- what autograd asks (memory/autograd.py) ----------------------------------------------------------------------
 
@@ -396,13 +410,13 @@ class WrappedRun:
             return
         plan, room = made
         try:
-            self.streaming.place(plan, room)
+            is_as_planned = self.streaming.place(plan, room)
         except BaseException:
             self._is_due = True  # carried out in part
             raise
         self.num_plans += 1
         self._book_gradients_at_home()
-        self.plan = self._planner.describe(plan)
+        self.plan = self._planner.describe(plan, is_as_planned=is_as_planned)
 
     # -- figures ------------------------------------------------------------------------------------------------------
 
@@ -460,7 +474,7 @@ class WrappedRun:
             _live.remove(self)
         with self._resources:
             self._hooks.remove()
-            while self._saved_hooks:  # those of an interrupted pass, unless it was another thread's
+            while self._on_stacks:  # those of an interrupted pass, unless it was another thread's
                 self._pop_hooks()
             try:
                 self.activations.close()

@@ -171,6 +171,10 @@ class SavedTensors:
         self._leases, self._activations = leases, activations
 
     def pack(self, tensor: Tensor) -> Packed:
+        with torch._C.DisableTorchFunction():
+            return self._pack(tensor)
+
+    def _pack(self, tensor: Tensor) -> Packed:
         if type(tensor) is not Tensor and not isinstance(tensor, torch.nn.Parameter):
             return Plain(tensor)
         if not self._leases.is_inside_pass():  # an interrupted pass has left the hooks on its thread
@@ -191,8 +195,9 @@ class SavedTensors:
         return _with_flags(self._activations.add(tensor, Version(tensor)), tensor)
 
     def unpack(self, packed: Packed | Activation) -> Tensor:
-        self._leases.begin_backward()
-        return packed.unpack()
+        with torch._C.DisableTorchFunction():
+            self._leases.begin_backward()
+            return packed.unpack()
 
     def _cast_of(self, tensor: Tensor) -> CastRef | None:
         """A weight of the running module, cast by autocast. Recognised by its bits, so it cannot be taken for

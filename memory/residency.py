@@ -88,32 +88,11 @@ class _DLTensor(ctypes.Structure):
     ]
 
 
-class _DLManagedTensor(ctypes.Structure):
-    _fields_: ClassVar = [("dl_tensor", _DLTensor), ("manager_ctx", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
-
-
-_KDL_UINT = 1
 _KDL_DEVICE = {"cpu": 1, "cuda": 10 if torch.version.hip else 2, "xpu": 14}
 
-# What the C side points to, by the address of its DLManagedTensor, until the deleter has run.
-_exported: dict[int, tuple[_DLManagedTensor, Any, Callable[[], None]]] = {}
-
-
-def _forget(managed: int, exported: dict[int, Any] = _exported) -> None:
-    # Called by torch's storage deleter on any thread; ctypes takes the GIL around it. dict.pop of an int is atomic.
-    # `exported` is bound here because a tensor may die after this module's globals were cleared at shutdown.
-    _, _, on_death = exported.pop(managed)
-    on_death()
-
-
-_deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_forget)
-# For the same reason C must find the function for ever: never free it.
-ctypes.pythonapi.Py_IncRef(ctypes.py_object(_deleter))
-
-_new_capsule = ctypes.pythonapi.PyCapsule_New
-_new_capsule.restype = ctypes.py_object
-_new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-_CAPSULE_NAME = b"dltensor"  # the capsule keeps the pointer, so this object must stay
+_get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_get_pointer.restype = ctypes.c_void_p
+_get_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 
 
 def alias_dlpack(
@@ -123,27 +102,17 @@ def alias_dlpack(
     on_death: Callable[[], None],
     keepers: Sequence[object] = (),
 ) -> torch.Tensor:
-    """Do what `alias` does for a device numpy cannot address, through a DLPack capsule. Works on the CPU as well."""
+    """Do what `alias` does for a device numpy cannot address, through a DLPack capsule. Works on the CPU as well.
+
+    torch exports an alias on the CPU, and imports it as one on the device: what tells of the death is C code, on any
+    thread, also where an exception is on its way, which no function of Python's may be called with.
+    """
     device_id = max(torch.empty(0, device=torch_device).get_device(), 0)  # "cuda" means the current one; -1 is the CPU
-    shape = (ctypes.c_int64 * 1)(nbytes)
-    tensor = _DLTensor(
-        data=address,
-        device_type=_KDL_DEVICE[torch_device.type],
-        device_id=device_id,
-        ndim=1,
-        dtype_code=_KDL_UINT,
-        dtype_bits=8,
-        dtype_lanes=1,
-        shape=shape,
-    )
-    managed = _DLManagedTensor(dl_tensor=tensor, deleter=ctypes.cast(_deleter, ctypes.c_void_p).value)
-    key = ctypes.addressof(managed)
-    _exported[key] = (managed, (shape, keepers), on_death)
-    try:
-        imported: torch.Tensor = torch.utils.dlpack.from_dlpack(_new_capsule(key, _CAPSULE_NAME, None))
-    except BaseException:
-        _exported.pop(key, None)  # torch took no ownership, so nobody will call the deleter
-        raise
+    capsule = torch._C._to_dlpack(alias(address, nbytes, torch.device("cpu"), on_death, keepers))
+    exported = _DLTensor.from_address(_get_pointer(capsule, b"dltensor"))  # the first member of a DLManagedTensor
+    assert exported.data == address and exported.shape[0] == nbytes
+    exported.device_type, exported.device_id = _KDL_DEVICE[torch_device.type], device_id
+    imported: torch.Tensor = torch.utils.dlpack.from_dlpack(capsule)
     return imported
 
 

@@ -231,7 +231,7 @@ def sizes_of(run: WrappedRun) -> dict[str, int]:
         "dropped": run.activations.dropped,
         "leaving": run.activations._leaving,
         "slot owners": run.streaming._slot_owners,
-        "hooks": run._saved_hooks,
+        "hooks": run._on_stacks,
         "in backward": run._in_backward,
         "modules": run._hooks._stack,
     }

@@ -145,7 +145,9 @@ def build(case: Case) -> tuple[nn.Module, list[Batch]]:
 
 
 def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+    # `foreach` is the default on a GPU only, and rounds bfloat16 otherwise.
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.SGD(trainable, lr=0.05, momentum=0.9, foreach=False)
 
 
 def train(case: Case, model: nn.Module, batches: list[Batch], where: torch.device | None = None) -> Record:

@@ -1,4 +1,4 @@
-"""Builds and loads the fake GPU (fake_gpu.cpp), and gives hetero's emulated device memory that torch thinks is there."""
+"""Builds and loads the fake GPU (fake_gpu.cpp), and puts the memory of hetero's emulated device on it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def load() -> ctypes.CDLL:
     torch.ops.load_library(library)  # type: ignore[no-untyped-call]
     torch.xpu._lazy_init = lambda: None  # its Python half has nothing to start
     torch.xpu.get_rng_state = lambda device=None: torch.get_rng_state()  # it draws what the CPU would
-    torch.xpu.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    torch.xpu.set_rng_state = lambda new_state, device=None: torch.set_rng_state(new_state)
     return ctypes.CDLL(str(library))
 
 
@@ -51,8 +51,23 @@ def _built() -> Path:
         if not library.exists():
             include = folder / "include"
             half_made = library.with_suffix(".part")
-            command = ["g++", "-O0", "-std=c++20", "-shared", "-fPIC", f"-I{include}", str(SOURCE), "-o", str(half_made)]
-            command += [f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}", f"-L{folder / 'lib'}", "-ltorch_cpu", "-lc10"]
+            command = [
+                "g++",
+                "-O0",
+                "-std=c++20",
+                "-shared",
+                "-fPIC",
+                f"-I{include}",
+                str(SOURCE),
+                "-o",
+                str(half_made),
+            ]
+            command += [
+                f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}",
+                f"-L{folder / 'lib'}",
+                "-ltorch_cpu",
+                "-lc10",
+            ]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise RuntimeError(f"the fake GPU cannot be built:\n{done.stderr}")

@@ -105,20 +105,13 @@ def test_each_residency_of_one_slot_dies_by_itself(slot: Slot) -> None:
     assert (len(slot.deaths), len(second_deaths)) == (1, 1)
 
 
-def test_dlpack_registry_is_empty_after_death() -> None:
-    before = len(residency._exported)
-    slots = [Slot(alias_dlpack) for _ in range(50)]
-    assert len(residency._exported) == before + 50
-    slots.clear()
-    assert len(residency._exported) == before
-
-
-def test_dlpack_import_failure_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_dlpack_import_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(residency._KDL_DEVICE, "cpu", 99)  # a device torch does not know
-    before = len(residency._exported)
+    deaths: deque[int] = deque()
+    memory = np.zeros(NBYTES, np.uint8)
     with pytest.raises(Exception, match=r"(?i)device"):
-        Slot(alias_dlpack)
-    assert len(residency._exported) == before
+        alias_dlpack(memory.ctypes.data, NBYTES, CPU, lambda: deaths.append(1))
+    assert len(deaths) == 1
 
 
 FLOATS = [
