@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from hetero.turns import Holder, Turn
+from hetero.turns import Holder, Turn, waits_for_this
 
 _NoTorchFunctions = torch._C.DisableTorchFunction
 """What the listener does is no business of modes on the stack of torch functions, ours (outside.py) or others."""
@@ -69,9 +69,9 @@ class PassHooks:
         return bool(self._stack) and self._thread == threading.get_ident() and not _is_over(self._frame)
 
     @property
-    def is_busy(self) -> bool:
-        """Whether any thread is inside a pass or a backward."""
-        return self.turn.is_taken
+    def is_computing(self) -> bool:
+        """Whether this thread is inside a pass, or computes the backward that a pass waits for."""
+        return self.is_inside or (bool(self._stack) and not _is_over(self._frame) and waits_for_this(self._thread))
 
     @property
     def current(self) -> nn.Module | None:

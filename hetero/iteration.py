@@ -93,9 +93,8 @@ class IterationPlanner:
         others = sum(n for holder, n in held.items() if holder not in (WEIGHTS, RING, ACTIVATIONS))
         return others + max(held.get(ACTIVATIONS, 0), self._activation_peaks.get(tier, 0))
 
-    def describe(self, plan: Plan | None, *, is_as_planned: bool = True) -> WrapPlan:
-        """Where the weights are now, and what an iteration like the last one costs there. Its time is known only where
-        all went `as_planned`."""
+    def describe(self, plan: Plan | None) -> WrapPlan:
+        """Where the weights are now, and what an iteration like the last one costs there."""
         streaming, homes = self._streaming, self._streaming.homes
         shares = {}
         for tier in self._ledger.tiers():
@@ -105,7 +104,7 @@ class IterationPlanner:
         by_id = {chunk.chunk_id: chunk for chunk in streaming.chunks}
         streamed = frozenset(chunk.chunk_id for chunk in streaming.streamed)
         stays = [by_id[use.chunk_id] for order in self._orders() for use in uses_of(order, streamed)]
-        prediction = plan.prediction if plan is not None and is_as_planned else None
+        prediction = plan.prediction if plan is not None else None
         return WrapPlan(
             state="planned" if plan is not None else "warm-up",
             num_chunks=len(streaming.chunks),

@@ -18,8 +18,9 @@ from torch.overrides import TorchFunctionMode
 class Borrower(Protocol):
     """Who can show a parameter's bytes on the device: the streaming."""
 
-    def borrow(self, parameters: list[nn.Parameter]) -> Callable[[], None]:
-        """Show them there until what is returned is called. Blocks. Raises OutOfMemoryError."""
+    def borrow(self, parameters: list[nn.Parameter]) -> Callable[[], None] | None:
+        """Keep them there until what is returned is called. None: there is nothing to do. Blocks. Raises
+        OutOfMemoryError."""
 
 
 class OutsideReads(TorchFunctionMode):
@@ -33,7 +34,7 @@ class OutsideReads(TorchFunctionMode):
 
     def enter(self) -> None:
         self._is_entered = True
-        self.__enter__()
+        torch._C._push_on_torch_function_stack(self)
 
     def leave(self) -> None:
         """Take it off the stack and leave others that came onto it meanwhile; nothing happens where it is not on it."""
@@ -53,27 +54,29 @@ class OutsideReads(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        away = {id(p): p for p in self._away([*args, *kwargs.values()])}
-        if not away:
+        mine = {id(p): p for p in self._ours(args)} | {id(p): p for p in self._ours(kwargs.values())}
+        if not mine:
             return func(*args, **kwargs)
         if getattr(func, "__name__", "") in ("__get__", "__set__"):
             if func == _get_device:
                 return self._device
             if getattr(getattr(func, "__self__", None), "__name__", "") not in _VIEWS:
                 return func(*args, **kwargs)
-        give_back = self._borrower.borrow(list(away.values()))
+        give_back = self._borrower.borrow(list(mine.values()))
+        if give_back is None:
+            return func(*args, **kwargs)
         try:
             return func(*args, **kwargs)
         finally:
             give_back()
 
-    def _away(self, values: Iterable[Any]) -> Iterator[nn.Parameter]:
+    def _ours(self, values: Iterable[Any]) -> Iterator[nn.Parameter]:
         for value in values:
             if isinstance(value, nn.Parameter):
-                if id(value) in self._parameters and _get_device(value).type != self._device.type:
+                if id(value) in self._parameters:
                     yield value
             elif isinstance(value, (list, tuple)):
-                yield from self._away(value)
+                yield from self._ours(value)
 
 
 _VIEWS = ("T", "H", "mT", "mH", "real", "imag")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,14 +32,22 @@ from hetero.memory.weights import Place, WeightChunk, num_holders, span_of
 RING, COPIES = "ring", "copies outside the ring"
 NUM_SPANS_KEPT = 1 << 16
 
-Lease = tuple[tuple[WeightChunk, ...], tuple[int, ...]]
+
+class Lease(NamedTuple):
+    """Chunks that are shown where they are computed on: from slots, whose numbers are `slot_ids`, or from copies.
+    Those that `stay` are at home there."""
+
+    chunks: tuple[WeightChunk, ...]
+    slot_ids: tuple[int, ...]
+    stay: tuple[WeightChunk, ...]
 
 
 class Streaming:
     """Owns homes, rings and the executor; everything else is the caller's and outlives it.
 
     `own` are the chunks of each module's own parameters, by id of the module. A chunk whose home is in the first tier
-    is computed on where it is; others pass through the ring, which exists only while there are any.
+    is computed on where it is; others pass through the ring, which exists only while there are any. `reserve` books
+    bytes of a tier for a holder, and makes room for them first.
     """
 
     def __init__(
@@ -50,6 +59,7 @@ class Streaming:
         engine: Engine,
         store: ScratchStore | None,
         ledger: Ledger,
+        reserve: Callable[[str, str, int], None],
     ) -> None:
         self.chunks = list(chunks)
         self.first = "gpu" if device.has_gpu_tier else "cpu"
@@ -58,6 +68,7 @@ class Streaming:
         self.num_unleased = 0
         self._collect_after_s = 0.0
         self._device, self._engine, self._store, self._ledger = device, engine, store, ledger
+        self._reserve = reserve
         self._parameters = list(model.parameters())
         self._chunk_of = by_parameter = {id(view.parameter): chunk for chunk in chunks for view in chunk.views}
         self.own = {
@@ -74,6 +85,7 @@ class Streaming:
         self._past_stats: list[ExecutorStats] = []
         self._slot_owners: dict[int, WeightChunk] = {}
         self._is_remote = device.torch_device.type != "cpu"
+        self._num_users: Counter[int] = Counter()  # of chunks that stay
         self._copies: dict[int, ArenaLike] = {}
         self._dead_copies: deque[int] = deque()
         self._homes_at: dict[int, list[WeightChunk]] = {}
@@ -109,25 +121,13 @@ class Streaming:
         if self.streamed:
             self.open_executor(self.ring_nbytes, self.staging_nbytes)
 
-    def place(self, plan: Plan, room: Mapping[str, int]) -> bool:
+    def place(self, plan: Plan, room: Mapping[str, int]) -> None:
         """Carry out a plan, between passes: moves in an order in which there is room for each, then the rings. Blocks.
 
         `room`: bytes per tier for weights and rings. What the plan does not speak of stays where it is if it can.
-        True: all is as planned. Where homes are on two devices, weights that are trained stay together on one: torch
-        computes norms, and steps, of those on each device apart, and its bits are those of all on one.
         """
         self.close_executor()
-        trained = {chunk.chunk_id for chunk in self.chunks if chunk.is_trainable} if self._is_remote else set()
-        parted = plan.gpu_resident & trained if not trained <= plan.gpu_resident else frozenset()
-        if parted:
-            freed_nbytes = sum(chunk.slot_nbytes for chunk in self.chunks if chunk.chunk_id in parted)
-            plan = replace(
-                plan,
-                gpu_resident=plan.gpu_resident - parted,
-                gpu_ring_nbytes=max(plan.gpu_ring_nbytes + freed_nbytes, self.ring_nbytes),
-                cpu_ring_nbytes=max(plan.cpu_ring_nbytes, self.staging_nbytes),
-            )
-        goals = self._goals(plan, room, parted)
+        goals = self._goals(plan, room)
         pending = [chunk for chunk in self.chunks if chunk.place is not goals[chunk.chunk_id]]
         while pending:
             waiting = [chunk for chunk in pending if not self._try_move(chunk, goals[chunk.chunk_id])]
@@ -137,14 +137,13 @@ class Streaming:
                     break
                 self.homes.move(stuck[0], Place.DISK)
             pending = waiting
-        planned = plan.gpu_resident | plan.cpu_resident | set(plan.schedule) | parted
+        planned = plan.gpu_resident | plan.cpu_resident | set(plan.schedule)
         if any(chunk.chunk_id in planned for chunk in self.streamed):
             self.open_executor(
                 plan.gpu_ring_nbytes if self.first == "gpu" else plan.cpu_ring_nbytes, plan.cpu_ring_nbytes
             )
-        return not parted
 
-    def _goals(self, plan: Plan, room: Mapping[str, int], parted: frozenset[int]) -> dict[int, Place]:
+    def _goals(self, plan: Plan, room: Mapping[str, int]) -> dict[int, Place]:
         first = plan.cpu_resident if self.first == "cpu" else plan.gpu_resident
         second = plan.cpu_resident if self.first == "gpu" else frozenset()
         streamed, below = set(plan.schedule), Place.DISK if self.homes.has_disk else Place.CPU
@@ -156,12 +155,10 @@ class Streaming:
                 goal = Place.FIRST
             elif chunk.chunk_id in second:
                 goal = Place.CPU
-            elif chunk.chunk_id in streamed:
+            elif chunk.chunk_id in streamed or chunk.nbytes > left[self.homes.tier_of(chunk.place)]:
                 goal = below
             else:
-                goal = Place.CPU if chunk.chunk_id in parted else chunk.place
-                if chunk.nbytes > left[self.homes.tier_of(goal)]:
-                    goal = below
+                goal = chunk.place
             goals[chunk.chunk_id] = goal
             left[self.homes.tier_of(goal)] -= chunk.nbytes
         return goals
@@ -240,7 +237,7 @@ class Streaming:
         for chunk in self.chunks:  # those that backward needs last
             if self._ledger.free(self.first) >= need:
                 break
-            if chunk.place is Place.FIRST and chunk.num_open == 0:
+            if chunk.place is Place.FIRST and chunk.num_open == 0 and not self._num_users[chunk.chunk_id]:
                 goal = self._below(chunk)
                 if goal is None:
                     continue
@@ -282,6 +279,7 @@ class Streaming:
             self._past_stats.append(executor.stats)
         self._engine.quiesce()
         self._device.synchronize()
+        self._num_users.clear()
         for chunk in self.chunks:
             chunk.forget_leases()
             chunk.adopt()
@@ -316,37 +314,68 @@ class Streaming:
         """Show the chunks' parameters leased bytes until `release`. None: there is no room for all of them at once,
         so the module computes on the homes, which is right and slow; where it cannot, on copies, or OutOfMemoryError
         is raised."""
-        leased = tuple(chunk for chunk in chunks if chunk.place is not Place.FIRST and self._adopt(chunk))
-        if self.executor is None and leased:  # the plan had never seen them used
+        stay = tuple(chunk for chunk in chunks if chunk.place is Place.FIRST) if self._is_remote else ()
+        self._num_users.update(chunk.chunk_id for chunk in stay)
+        try:
+            leased = tuple(chunk for chunk in chunks if chunk.place is not Place.FIRST and self._adopt(chunk))
+            slot_ids = self._show(leased) if leased else ()
+        except BaseException:
+            self._num_users.subtract(chunk.chunk_id for chunk in stay)
+            raise
+        if slot_ids is None:
+            return None
+        return Lease(leased, slot_ids, stay) if leased or stay else None
+
+    def _show(self, chunks: tuple[WeightChunk, ...]) -> tuple[int, ...] | None:
+        """Open slots, whose numbers are returned, or copies. None: homes can be computed on, and there is no slot."""
+        if self.executor is None:  # the plan had never seen them used
             with suppress(OutOfMemoryError):
                 self.make_room(0)
-        executor = self.executor
-        if not leased:
-            return None
-        if executor is None or not all(self._is_fresh(chunk) for chunk in leased):
-            return self._lease_copies(leased)
-        ids = tuple(chunk.chunk_id for chunk in leased)
-        entries = self._acquire(executor, ids)
-        if entries is None:
-            return self._lease_copies(leased)
-        for chunk, entry in zip(leased, entries, strict=True):
+        executor, entries = self.executor, None
+        ids = tuple(chunk.chunk_id for chunk in chunks)
+        if executor is not None and all(self._is_fresh(chunk) for chunk in chunks):
+            entries = self._acquire(executor, ids)
+        if executor is None or entries is None:
+            if not self._is_remote:
+                return None
+            copies = [chunk.views_of(self._copy_of(chunk)) for chunk in chunks]
+            for chunk, views in zip(chunks, copies, strict=True):
+                chunk.open(views)
+            return ()
+        for chunk, entry in zip(chunks, entries, strict=True):
             if not entry.views:
                 entry.views.update(enumerate(chunk.views_of(chunk.in_slot(executor.bytes_of(entry)))))
             self._slot_owners[entry.space.address] = chunk
             chunk.open([entry.views[i] for i in range(len(chunk.views))])
-        return leased, ids
+        return ids
 
-    def borrow(self, parameters: Sequence[nn.Parameter]) -> tuple[tuple[int, ...], Callable[[], None]]:
-        """Show parameters where compute can read them, outside their own module's lease, until the function that is
-        returned is called: chunks (whose numbers are returned) leased, what is away copied. Raises OutOfMemoryError."""
-        chunks = tuple(dict.fromkeys(self._chunk_of[id(p)] for p in parameters if id(p) in self._chunk_of))
-        lease = self.lease(chunks)
+    def release(self, lease: Lease) -> None:
+        self._num_users.subtract(chunk.chunk_id for chunk in lease.stay)
+        for chunk in lease.chunks:
+            chunk.close()
+        executor = self.executor
+        if executor is None or not lease.slot_ids:
+            return
+        executor.release(lease.slot_ids)
+        for chunk in lease.chunks:
+            if chunk.version != chunk.counter() and executor.drop(chunk.chunk_id):  # written, and gone home
+                chunk.version = chunk.counter()
+
+    def borrow(self, parameters: Sequence[nn.Parameter]) -> tuple[tuple[int, ...], Callable[[], None]] | None:
+        """Keep parameters where compute can read them, outside their own module's lease, until the function that is
+        returned is called: chunks (whose numbers are returned) leased, what is away copied. None: they are there, and
+        stay. Raises OutOfMemoryError."""
+        chunks = dict.fromkeys(self._chunk_of[id(p)] for p in parameters if id(p) in self._chunk_of)
+        wanted = tuple(c for c in chunks if not c.num_open and not self._num_users[c.chunk_id])
+        lease = self.lease(wanted)
         shown = []
         for parameter in parameters:
             if parameter.device.type == "cpu":  # memory of the user's own
                 theirs = parameter.data
                 parameter.data = theirs.to(self._device.torch_device)
                 shown.append((parameter, theirs, parameter._version))
+        if lease is None and not shown:
+            return None
 
         def give_back() -> None:
             for parameter, theirs, version in shown:
@@ -356,23 +385,14 @@ class Streaming:
             if lease is not None:
                 self.release(lease)
 
-        return tuple(chunk.chunk_id for chunk in chunks), give_back
-
-    def _lease_copies(self, chunks: tuple[WeightChunk, ...]) -> Lease | None:
-        """The lease that needs no ring. None: homes can be computed on."""
-        if not self._is_remote:
-            return None
-        copies = [chunk.views_of(self._copy_of(chunk)) for chunk in chunks]
-        for chunk, views in zip(chunks, copies, strict=True):
-            chunk.open(views)
-        return chunks, ()
+        return tuple(chunk.chunk_id for chunk in wanted), give_back
 
     def _copy_of(self, chunk: WeightChunk) -> Tensor:
         """The chunk's bytes where compute can read them, booked until their last alias has died. Blocks."""
         self._free_dead_copies()
         if not self._is_remote or chunk.base.device.type != "cpu":
             return chunk.base
-        self._ledger.take(self.first, COPIES, chunk.slot_nbytes)
+        self._reserve(self.first, COPIES, chunk.slot_nbytes)
         try:
             arena = self._device.allocate(chunk.slot_nbytes, name=chunk.name)
         except BaseException:
@@ -392,18 +412,6 @@ class Streaming:
             chunk, arena = self._slot_owners.pop(address), self._copies.pop(address)
             arena.close()
             self._ledger.give(self.first, COPIES, chunk.slot_nbytes)
-
-    def release(self, lease: Lease) -> None:
-        executor = self.executor
-        chunks, ids = lease
-        for chunk in chunks:
-            chunk.close()
-        if executor is None:
-            return
-        executor.release(ids)
-        for chunk in chunks:
-            if chunk.version != chunk.counter() and executor.drop(chunk.chunk_id):  # written, and gone home
-                chunk.version = chunk.counter()
 
     def view(self, chunk: WeightChunk, make: Callable[[Tensor], Tensor]) -> Tensor:
         """`make` of the chunk's bytes, leased meanwhile. What it returns keeps the slot by its life."""

@@ -38,6 +38,16 @@ class Turn:
         holder = self._holder
         return holder is not None and not holder[1]()
 
+    def is_free(self, patience_s: float) -> bool:
+        """Whether nobody has it, or will not in a moment: when a backward raises on a thread of torch's, its caller
+        goes on before that thread lets go."""
+        end_s = monotonic() + patience_s
+        while self.is_taken and self._holder is not None and self._holder[0] != threading.get_ident():
+            if monotonic() > end_s:
+                break
+            sleep(POLL_S)
+        return not self.is_taken
+
     def take(self, is_over: Callable[[], bool]) -> Holder | None:
         """Wait for the turn. What is returned is for `give`. Raises HeteroError when whoever has it does not go on."""
         me = threading.get_ident()
@@ -45,7 +55,7 @@ class Turn:
         while True:
             with self._lock:
                 before = self._holder
-                if before is None or before[0] == me or before[1]() or _waits_for_this(before[0]):
+                if before is None or before[0] == me or before[1]() or waits_for_this(before[0]):
                     self._holder = me, is_over
                     return before if before is not None and not before[1]() else None
             if self.progress != seen:
@@ -62,7 +72,7 @@ class Turn:
             self._holder = before
 
 
-def _waits_for_this(thread: int) -> bool:
+def waits_for_this(thread: int) -> bool:
     """Whether this is a thread of torch's that runs a backward, and `thread` waits for one that it has started: on a
     GPU they are the same backward."""
     frame = sys._current_frames().get(thread)

@@ -27,7 +27,7 @@ from hetero.memory.activations import ACTIVATIONS, ActivationStore, Policy
 from hetero.memory.autograd import Interception, SavedTensors
 from hetero.memory.budget import Ledger, MemoryLimits
 from hetero.memory.device import Device
-from hetero.memory.gradients import Gradients
+from hetero.memory.gradients import GRADIENTS, Gradients
 from hetero.memory.plan_types import Links
 from hetero.memory.schedule import Run, runs_of
 from hetero.memory.trace import Recorder
@@ -40,8 +40,10 @@ from hetero.report.wrapped import TierUse, WrapStats
 from hetero.streaming import Lease, Streaming
 from hetero.turns import Holder
 
-GRADIENTS, OTHERS, BOUNCE = "gradients", "buffers and small weights", "i/o bounce buffers"
+OTHERS, BOUNCE = "buffers and small weights", "i/o bounce buffers"
 NUM_SPANS_KEPT = 1 << 14
+PATIENCE_S = 0.5
+"""How long `close` waits for another thread's pass to end."""
 
 _live: list[WrappedRun] = []  # until closed: a run must not end because nobody keeps its handle
 
@@ -105,7 +107,15 @@ class WrappedRun:
         self.ledger.note("interpreter and libraries", limits.baseline.total_nbytes)
         self.recorder = Recorder(None if device.torch_device.type == "cpu" else partial(_settle, device))
         try:
-            self.streaming = Streaming(model, chunks, device=device, engine=engine, store=store, ledger=self.ledger)
+            self.streaming = Streaming(
+                model,
+                chunks,
+                device=device,
+                engine=engine,
+                store=store,
+                ledger=self.ledger,
+                reserve=self._reserve,
+            )
         except BaseException:
             resources.close()
             raise
@@ -227,14 +237,17 @@ class WrappedRun:
         if not chunks:
             return None
         self.recorder.request()
-        lease = self.streaming.lease(chunks) if any(c.place is not Place.FIRST for c in chunks) else None
+        lease = self.streaming.lease(chunks)
         self.recorder.grant(self._names[id(module)], tuple(chunk.chunk_id for chunk in chunks))
         return lease
 
-    def borrow(self, parameters: Sequence[nn.Parameter]) -> Callable[[], None]:
+    def borrow(self, parameters: Sequence[nn.Parameter]) -> Callable[[], None] | None:
         """As `Streaming.borrow`, seen as a use of the chunks."""
         self.recorder.request()
-        chunk_ids, give_back = self.streaming.borrow(parameters)
+        borrowed = self.streaming.borrow(parameters)
+        if borrowed is None:
+            return None
+        chunk_ids, give_back = borrowed
         self.recorder.grant("read outside its module", chunk_ids)
         return give_back
 
@@ -295,7 +308,7 @@ class WrappedRun:
     def begin_backward(self) -> None:
         if torch._C._current_graph_task_id() == -1 or self._is_closed:
             return
-        if self._hooks.is_inside and self._in_backward == [False]:
+        if self._hooks.is_computing and self._in_backward == [False]:
             return  # one that a forward itself runs
         me, task = threading.get_ident(), torch._C._current_graph_task_id()
         under_way = self._backward if self._backward is not None and self._backward.end() is not None else None
@@ -410,13 +423,13 @@ class WrappedRun:
             return
         plan, room = made
         try:
-            is_as_planned = self.streaming.place(plan, room)
+            self.streaming.place(plan, room)
         except BaseException:
             self._is_due = True  # carried out in part
             raise
         self.num_plans += 1
         self._book_gradients_at_home()
-        self.plan = self._planner.describe(plan, is_as_planned=is_as_planned)
+        self.plan = self._planner.describe(plan)
 
     # -- figures ------------------------------------------------------------------------------------------------------
 
@@ -467,7 +480,7 @@ class WrappedRun:
         """Give the model its memory back, with the values it has now, and release everything. Blocks. Idempotent."""
         if self._is_closed:
             return
-        if self._hooks.is_busy or torch._C._current_graph_task_id() != -1:
+        if torch._C._current_graph_task_id() != -1 or not self._hooks.turn.is_free(PATIENCE_S):
             raise HeteroError("the model is in the middle of a pass: close the run after it")
         self._is_closed = True
         if self in _live:

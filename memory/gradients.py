@@ -27,6 +27,10 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from hetero.memory.weights import WeightChunk
 
 
+GRADIENTS = "gradients"
+"""Whose bytes they are in the ledger."""
+
+
 class Gradients:
     """Keeps gradients and optimizer states of a model's parameters on the devices of their homes.
 

@@ -124,10 +124,6 @@ class WeightChunk:
         """Whether `share_memory()` took the home's storage elsewhere, with all that look at it. It stays there."""
         return self.base.data_ptr() != self._address
 
-    @property
-    def is_trainable(self) -> bool:
-        return any(view.parameter.requires_grad for view in self.views)
-
     def refer(self, saved: object) -> None:
         """Know of a saved tensor that means this chunk, as long as it lives. Its end is noted in C alone, so that an
         interrupt has no line of Python to be lost in."""

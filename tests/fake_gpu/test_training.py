@@ -17,9 +17,13 @@ NOT_ON_A_GPU = {
     "recurrent": "torch has no fused cell for the CPU, and takes one on a GPU",
     "sparse-gradients": "the fake GPU has no sparse tensors",
     "interleaved": "torch.autograd.grad by parameters that stream",
+    "penalty": "weights on two devices: a norm adds what each has",
+    "replaced": "a weight in memory of the user's own on the CPU",
+    "replaced-before-backward": "a weight in memory of the user's own on the CPU",
+    "swapped": "a weight in memory of the user's own on the CPU",
+    "user-memory": "a weight in memory of the user's own on the CPU",
     "writes": "numpy writes to no GPU's memory",
     "writes-before-backward": "numpy writes to no GPU's memory",
-    "user-memory": "a weight in memory of the user's own on the CPU",
 }
 # `model.to(gpu)` parts weights that share memory.
 PLAIN_ON_CPU = {"tied-by-storage", "overlapping", "untied"}
