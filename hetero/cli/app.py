@@ -18,6 +18,7 @@ from hetero.io.errors import ConfigError, HeteroError
 
 if TYPE_CHECKING:
     from hetero.cli.progress import ProgressView
+    from hetero.report.schema import StatsDict
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -92,7 +93,7 @@ def generate(
     if timeline is not None and not timeline.absolute().parent.is_dir():
         raise ConfigError(f"--timeline {timeline}: its folder does not exist; create it first")
     import hetero
-    from hetero.cli import progress, render
+    from hetero.cli import progress
 
     with (
         progress.ProgressView() as view,
@@ -112,7 +113,12 @@ def generate(
         if timeline is not None:
             run.record_timeline()
         segments = run.stream(text, max_tokens=max_tokens, temperature=temp, seed=seed, chat=not raw)
-        answer = _write_answer(segments, view, None if as_json else sys.stdout.write)
+        try:
+            answer = _write_answer(segments, view, None if as_json else sys.stdout.write)
+        except KeyboardInterrupt:
+            if not as_json:
+                _print_stats(run.stats().to_dict())
+            raise
         stats = run.stats().to_dict()
         if timeline is not None:
             run.trace(timeline)
@@ -120,7 +126,7 @@ def generate(
     if as_json:
         _print_json({**asdict(answer), "stats": stats, "plan": plan_dict})
     else:
-        render.error_console().print(render.stats_line(stats), style="dim", highlight=False, soft_wrap=True)
+        _print_stats(stats)
 
 
 @app.command()
@@ -228,6 +234,12 @@ def _write_answer(segments: Iterable[Any], view: ProgressView, write: Callable[[
     return answer
 
 
+def _print_stats(stats: StatsDict) -> None:
+    from hetero.cli import render
+
+    render.error_console().print(render.stats_line(stats), style="dim", highlight=False, soft_wrap=True)
+
+
 def _print_json(value: Any) -> None:
     typer.echo(json.dumps(value, ensure_ascii=False, default=str))
 
@@ -237,6 +249,6 @@ def _fail(error: Exception, exit_code: int) -> None:
         import traceback
 
         traceback.print_exception(error)
-    message = " ".join(str(error).split()) or type(error).__name__
+    message = options.as_flags(" ".join(str(error).split())) or type(error).__name__
     typer.echo(f"hetero: {type(error).__name__}: {message}", err=True)
     sys.exit(exit_code)

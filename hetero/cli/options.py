@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,6 +18,29 @@ def option(*names: str, help: str, **extra: Any) -> Any:  # noqa: A002 - typer's
     flag = next(name for name in names if name.startswith("--"))
     twin = "HETERO_" + flag.removeprefix("--").upper().replace("-", "_")
     return typer.Option(*names, help=help, envvar=twin, show_envvar=True, **extra)
+
+
+_ASSIGNED = re.compile(
+    r"""\b(gpu_memory|cpu_memory|disk|device|link|dtype|context|max_tokens|temperature|trust_remote_code)"""
+    r"""=(?:"([^"]*)"|'([^']*)'|([^\s,;:()]+))"""
+)
+_NAMED = re.compile(r"\b(gpu_memory|cpu_memory|max_tokens|trust_remote_code)\b")
+
+
+def as_flags(message: str) -> str:
+    """Spell the options in a message as they are typed here: cpu_memory="6G" becomes --cpu-memory 6G."""
+
+    def assigned(match: re.Match[str]) -> str:
+        value = next(group for group in match.groups()[1:] if group is not None)
+        if match[1] == "trust_remote_code":
+            return _flag(match[1])
+        return f"{_flag(match[1])} {value or repr(value)}"
+
+    return _NAMED.sub(lambda match: _flag(match[1]), _ASSIGNED.sub(assigned, message))
+
+
+def _flag(name: str) -> str:
+    return "--temp" if name == "temperature" else "--" + name.replace("_", "-")
 
 
 _MEMORY, _MODEL, _OUTPUT = "Memory", "Model", "Output"

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import hetero
+from hetero.cli.options import as_flags
 from hetero.io.errors import CheckpointError, ConfigError, OutOfMemoryError
 
 
@@ -127,7 +128,22 @@ def test_a_user_error_is_one_line(
 
     assert outcome.exit_code == exit_code
     (line,) = outcome.stderr.splitlines()
-    assert line == f"hetero: {type(error).__name__}: {' '.join(str(error).split())}"
+    spelled = str(error).replace("cpu_memory='6G'", "--cpu-memory 6G")
+    assert line == f"hetero: {type(error).__name__}: {' '.join(spelled.split())}"
+
+
+@pytest.mark.parametrize(
+    ("message", "spelled"),
+    [
+        ('device="emulated" needs a size: set gpu_memory', "--device emulated needs a size: set --gpu-memory"),
+        ("the smallest is gpu_memory=4096, cpu_memory=8192", "the smallest is --gpu-memory 4096, --cpu-memory 8192"),
+        ("disk='' is not a folder", "--disk '' is not a folder"),
+        ("trust_remote_code=True would run it", "--trust-remote-code would run it"),
+        ("gpu: 4 bytes wanted on device cpu", "gpu: 4 bytes wanted on device cpu"),
+    ],
+)
+def test_options_are_spelled_as_they_are_typed(message: str, spelled: str) -> None:
+    assert as_flags(message) == spelled
 
 
 def test_verbose_adds_the_traceback(hetero_command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,6 +174,7 @@ def test_an_end_in_the_middle_closes_the_run_and_keeps_the_text(
     assert outcome.exit_code == exit_code
     assert outcome.stdout == "Blue light.\n"
     assert "Traceback" not in outcome.stderr
+    assert ("3 generation tokens" in outcome.stderr) == (exit_code == 130)
     assert run.num_closed == 1
 
 
@@ -166,9 +183,11 @@ import sys, time
 from types import SimpleNamespace
 import hetero
 from hetero.cli import main
+from tests.cli.conftest import STATS
 
 class Run:
     def __enter__(self): return self
+    def stats(self): return SimpleNamespace(to_dict=lambda: STATS)
     def __exit__(self, *exc_info): print("closed", file=sys.stderr)
     def stream(self, prompt, **arguments):
         yield SimpleNamespace(text="first", token=1, finish_reason=None)
@@ -191,3 +210,4 @@ def test_a_real_interrupt_stops_a_running_command() -> None:
     assert process.returncode == 130
     assert stdout == "\n"
     assert stderr.splitlines()[-1] == "closed"
+    assert "3 generation tokens" in stderr
