@@ -64,9 +64,11 @@ class Streaming:
             )
             for module in model.modules()
         }
-        self.ring_nbytes = min(_largest_moment(model, self.own), sum(chunk.slot_nbytes for chunk in chunks))
-        self.staging_nbytes = max((chunk.slot_nbytes for chunk in chunks), default=0)
-        self.homes = Homes(self.chunks, device=device, engine=engine, ledger=ledger, store=store)
+        self._moments = _moments_of(model, self.own)
+        others = [p for p in self._parameters if id(p) not in by_parameter] + list(model.buffers())
+        self.homes = Homes(self.chunks, device=device, engine=engine, ledger=ledger, store=store, others=others)
+        self.ring_nbytes = self.staging_nbytes = 0
+        self.measure_rings()
         self._rings = ExitStack()
         self._ring_sizes = 0, 0
         self._past_stats: list[ExecutorStats] = []
@@ -78,10 +80,28 @@ class Streaming:
     def streamed(self) -> list[WeightChunk]:
         return [chunk for chunk in self.chunks if chunk.place is not Place.FIRST]
 
+    def staying(self) -> list[WeightChunk]:
+        """Chunks in memory that tensors outside the model keep there."""
+        return [chunk for chunk in self.chunks if chunk.place is not Place.DISK and self.homes.stays(chunk)]
+
+    def measure_rings(self) -> None:
+        """See how large the rings must be for all that streams, or may have to."""
+        staying = {chunk.chunk_id: chunk for chunk in self.staying()}
+        free = [c for c in self.chunks if c.chunk_id not in staying or c.place is not Place.FIRST]
+        self.ring_nbytes = self._largest_moment(free)
+        below = [c.slot_nbytes for c in self.chunks if c.chunk_id not in staying]
+        self.staging_nbytes = max(below, default=0)
+
+    def _largest_moment(self, chunks: Sequence[WeightChunk]) -> int:
+        """Bytes of slots that these chunks need at once at most."""
+        ids = {chunk.chunk_id for chunk in chunks}
+        return max((sum(c.slot_nbytes for c in moment if c.chunk_id in ids) for moment in self._moments), default=0)
+
     # -- entering and placing -----------------------------------------------------------------------------------------
 
     def enter(self, tell: Callable[[int, int], None]) -> None:
-        """Book the weights where they are; what the budget does not hold goes to disk, last used first.
+        """Book the weights where they are; what the budget does not hold goes to disk, last used first, unless it has
+        to stay.
 
         `tell` gets the bytes that went there so far, and those that will in all.
         """
@@ -90,8 +110,9 @@ class Streaming:
         if sum(chunk.nbytes for chunk in self.chunks) > room:
             room -= self.ring_nbytes if self.first == "cpu" else self.staging_nbytes
         leaving = []
-        for chunk in self.chunks:
-            if chunk.nbytes <= room:
+        staying = {chunk.chunk_id for chunk in self.staying()}
+        for chunk in sorted(self.chunks, key=lambda chunk: chunk.chunk_id not in staying):
+            if chunk.nbytes <= room or chunk.chunk_id in staying:
                 room -= chunk.nbytes
                 self.homes.book(chunk)
             else:
@@ -99,6 +120,8 @@ class Streaming:
         moved_nbytes, total_nbytes = 0, sum(chunk.nbytes for chunk in leaving)
         for chunk in leaving:
             self.homes.move(chunk, Place.DISK, is_booked=False)
+            if chunk.place is not Place.DISK:  # another thread has begun to look at it
+                self.homes.book(chunk)
             moved_nbytes += chunk.nbytes
             tell(moved_nbytes, total_nbytes)
         if self.streamed:
@@ -108,6 +131,7 @@ class Streaming:
         """Carry out a plan, between passes: moves in an order in which there is room for each, then the rings. Blocks.
 
         `room`: bytes per tier for weights and rings. What the plan does not speak of stays where it is if it can.
+        What tensors outside the model have begun to look at stays where it is, whatever the plan says.
         """
         self.close_executor()
         goals = self._goals(plan, room)
@@ -118,13 +142,30 @@ class Streaming:
                 stuck = [chunk for chunk in waiting if self.homes.has_disk and chunk.place is not Place.DISK]
                 if not stuck:
                     break
+                num_moves = self.homes.num_moves
                 self.homes.move(stuck[0], Place.DISK)
+                if self.homes.num_moves == num_moves:  # others have begun to look at it
+                    break
             pending = waiting
         planned = plan.gpu_resident | plan.cpu_resident | set(plan.schedule)
-        if any(chunk.chunk_id in planned for chunk in self.streamed):
-            self.open_executor(
-                plan.gpu_ring_nbytes if self.first == "gpu" else plan.cpu_ring_nbytes, plan.cpu_ring_nbytes
-            )
+        streamed = {chunk.chunk_id for chunk in self.streamed} & planned
+        if streamed:
+            self._open_planned(plan, is_as_planned=streamed == set(plan.schedule))
+
+    def _open_planned(self, plan: Plan, *, is_as_planned: bool) -> None:
+        """Open the rings of a plan; larger ones where what had to stay makes others stream."""
+        sizes = plan.gpu_ring_nbytes if self.first == "gpu" else plan.cpu_ring_nbytes, plan.cpu_ring_nbytes
+        ring = sizes[0] if is_as_planned else max(sizes[0], self._largest_moment(self.streamed))
+        on_disk = [chunk.slot_nbytes for chunk in self.chunks if chunk.place is Place.DISK]
+        staging = max([sizes[1], *on_disk])
+        try:
+            self.open_executor(ring, staging)
+        except OutOfMemoryError:
+            if not self.staying():
+                raise
+            self.measure_rings()
+            self._make_staging_room()
+            self.open_executor(self.ring_nbytes, self.staging_nbytes)
 
     def _goals(self, plan: Plan, room: Mapping[str, int]) -> dict[int, Place]:
         first = plan.cpu_resident if self.first == "cpu" else plan.gpu_resident
@@ -133,12 +174,16 @@ class Streaming:
         rings = {"gpu": plan.gpu_ring_nbytes, "cpu": plan.cpu_ring_nbytes}
         left = {tier: nbytes - align_up(max(rings.get(tier, 0), 1)) for tier, nbytes in room.items()}
         goals = {}
-        for chunk in sorted(self.chunks, key=lambda chunk: chunk.chunk_id not in first | second | streamed):
-            if chunk.chunk_id in first:
+        kept = {chunk.chunk_id for chunk in self.chunks if self.homes.stays(chunk)}
+        planned = first | second | streamed
+        for chunk in sorted(self.chunks, key=lambda c: (c.chunk_id not in kept, c.chunk_id not in planned)):
+            if chunk.chunk_id in kept:
+                goal = chunk.place
+            elif chunk.chunk_id in first:
                 goal = Place.FIRST
-            elif chunk.chunk_id in second:
+            elif chunk.chunk_id in second and chunk.nbytes <= left["cpu"]:  # what had to stay may fill it
                 goal = Place.CPU
-            elif chunk.chunk_id in streamed or chunk.nbytes > left[self.homes.tier_of(chunk.place)]:
+            elif chunk.chunk_id in streamed | second or chunk.nbytes > left[self.homes.tier_of(chunk.place)]:
                 goal = below
             else:
                 goal = chunk.place
@@ -203,7 +248,10 @@ class Streaming:
 
     def shrink(self) -> None:
         """Between passes: give back what the rings have beyond the largest moment. Blocks."""
-        if self.executor is not None and self._ring_sizes[0] > self.ring_nbytes:
+        if self.executor is None:
+            return
+        self.measure_rings()
+        if self._ring_sizes[0] > self.ring_nbytes:
             self.close_executor()
             self.open_executor(self.ring_nbytes, self.staging_nbytes)
 
@@ -221,8 +269,9 @@ class Streaming:
                 goal = self._below(chunk)
                 if goal is None:
                     continue
+                num_before = self.homes.num_moves
                 self.homes.move(chunk, goal)
-                if self.executor is not None and goal is Place.CPU:
+                if self.executor is not None and goal is Place.CPU and self.homes.num_moves > num_before:
                     self.executor.set_host(chunk.chunk_id, chunk.host_range)
         if self.executor is None and self.streamed:
             self._make_staging_room()
@@ -410,12 +459,12 @@ def parameters_of(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module._parameters.values() if parameter is not None]
 
 
-def _largest_moment(model: nn.Module, own: Mapping[int, Sequence[WeightChunk]]) -> int:
-    """Bytes of slots that a module and those around it need at once."""
-    need = 0
+def _moments_of(model: nn.Module, own: Mapping[int, Sequence[WeightChunk]]) -> list[tuple[WeightChunk, ...]]:
+    """For each module, the chunks that it and those around it need at once."""
+    moments = {}
     for path, _ in model.named_modules():
         parts = path.split(".") if path else []
         around = [model.get_submodule(".".join(parts[:i])) for i in range(len(parts) + 1)]
         chunks = {chunk.chunk_id: chunk for module in around for chunk in own.get(id(module), ())}
-        need = max(need, sum(chunk.slot_nbytes for chunk in chunks.values()))
-    return need
+        moments[tuple(chunks)] = tuple(chunks.values())
+    return list(moments.values())

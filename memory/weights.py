@@ -7,8 +7,9 @@ Note [homes are memory]
     to be intercepted. Two rules keep it true:
     1. Copies of a home exist only inside a pass; `Executor.restart` drops them at its ends.
     2. What a forward writes to a leased slot is copied home when the lease ends, if a version counter shows it.
-    Two things are not seen: a write through `.data` inside a forward, which no counter shows; and a view that somebody
-    kept when its home in memory moves (a plan, room being made, the end), which is then a copy of the old values.
+    One thing is not seen: a write through `.data` inside a forward, which no counter shows. A home that tensors outside
+    the model look at does not move (`Homes.stays`), until the end: what somebody still holds then is a copy of the
+    values it had.
     Mapped pages and direct reads agree: before a direct read the kernel writes dirty pages of the range to the file,
     and a direct write drops the range's clean ones.
 
@@ -115,9 +116,9 @@ class WeightChunk:
         return sum(view.parameter._version for view in self.views)
 
     @property
-    def is_watched(self) -> bool:
-        """Whether tensors that are not the chunk's own look at the home."""
-        return num_holders(self.base) > 1 + 2 * len(self.views) - len(self.away)
+    def num_own_holders(self) -> int:
+        """How many tensors on the home's storage are the chunk's: `base`, `home`, and the parameters that show it."""
+        return 1 + len(self.views) + (len(self.views) - len(self.away) if self.num_open == 0 else 0)
 
     @property
     def is_elsewhere(self) -> bool:
@@ -174,6 +175,13 @@ class WeightChunk:
             self._bound = []
             self.show_home()
 
+    def let_go(self) -> None:
+        """The wrap has ended: look at the memory no more, so that another does not take this for a stranger's look.
+        Saved tensors that refer to it keep it."""
+        if not self._references:
+            self.base, self.home = self.base.new_empty(0), []
+            self._address = self.base.data_ptr()
+
     def adopt(self, is_private: Callable[[nn.Parameter], bool] | None = None) -> bool:
         """See what the parameters show, and take new values home where that is right, Note [parameters that are away].
 
@@ -191,7 +199,12 @@ class WeightChunk:
             if view.parameter.data_ptr() != home.data_ptr() or not view_matches(view.parameter, view)
         )
         # Of several parameters that share the bytes, one that was replaced shares them no more.
-        if self.away and len(self.views) == 1 and not self._references and not self.is_watched:
+        if (
+            self.away
+            and len(self.views) == 1
+            and not self._references
+            and num_holders(self.base) == self.num_own_holders
+        ):
             (view,), (home,) = self.views, self.home
             is_private = is_private or (lambda parameter: num_holders(parameter) == 1)
             if view_matches(view.parameter, view) and is_private(view.parameter):
