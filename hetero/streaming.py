@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -68,6 +69,7 @@ class Streaming:
         others = [p for p in self._parameters if id(p) not in by_parameter] + list(model.buffers())
         self.homes = Homes(self.chunks, device=device, engine=engine, ledger=ledger, store=store, others=others)
         self.ring_nbytes = self.staging_nbytes = 0
+        self.collect_onlookers()
         self.measure_rings()
         self._rings = ExitStack()
         self._ring_sizes = 0, 0
@@ -75,6 +77,7 @@ class Streaming:
         self._slot_owners: dict[int, WeightChunk] = {}
         self._homes_at: dict[int, list[WeightChunk]] = {}
         self._num_moves_seen = -1
+        self._phase = ""  # the one that runs
 
     @property
     def streamed(self) -> list[WeightChunk]:
@@ -83,6 +86,11 @@ class Streaming:
     def staying(self) -> list[WeightChunk]:
         """Chunks in memory that tensors outside the model keep there."""
         return [chunk for chunk in self.chunks if chunk.place is not Place.DISK and self.homes.stays(chunk)]
+
+    def collect_onlookers(self) -> bool:
+        """Collect garbage if anything stays: a dead cycle may look at it, such as an error's traceback. True if there
+        was any."""
+        return bool(self.staying()) and gc.collect() > 0
 
     def measure_rings(self) -> None:
         """See how large the rings must be for all that streams, or may have to."""
@@ -322,8 +330,9 @@ class Streaming:
 
     # -- leases -------------------------------------------------------------------------------------------------------
 
-    def restart(self, runs: Sequence[Run]) -> None:
+    def restart(self, runs: Sequence[Run], phase: str = "") -> None:
         """A pass begins (its order) or ends (nothing): until then and from then on, homes are the only copies."""
+        self._phase = phase
         if self.executor is not None:
             self.executor.restart(runs)
             for chunk in self.streamed:
@@ -347,14 +356,19 @@ class Streaming:
             if not entry.views:
                 entry.views.update(enumerate(chunk.views_of(chunk.in_slot(executor.bytes_of(entry)))))
             self._slot_owners[entry.space.address] = chunk
-            chunk.open([entry.views[i] for i in range(len(chunk.views))])
+            content = None
+            if self._phase not in chunk.phases_checked and not chunk.is_written_unseen and not chunk.num_open:
+                content = chunk.in_slot(executor.bytes_of(entry))
+            is_readable = content is not None and content.device.type == "cpu"
+            chunk.open([entry.views[i] for i in range(len(chunk.views))], content if is_readable else None)
         return leased, ids
 
     def release(self, lease: Lease) -> None:
         executor = self.executor
         chunks, ids = lease
         for chunk in chunks:
-            chunk.close()
+            if chunk.close():
+                chunk.phases_checked.add(self._phase)
         if executor is None:
             return
         executor.release(ids)

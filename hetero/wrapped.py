@@ -199,7 +199,7 @@ class WrappedRun:
             phase = TRAIN if has_grad else FORWARD
             self._pass = (phase, perf_counter())
             self.recorder.begin(phase)
-            self.streaming.restart(self._runs(phase))
+            self.streaming.restart(self._runs(phase), phase)
         elif has_grad:
             self._begin_training()
         self._in_backward.append(in_backward)
@@ -296,7 +296,7 @@ class WrappedRun:
         self._is_unsettled = True
         self._backward = _Backward(me, alive, turn_before, perf_counter())
         self.recorder.begin(BACKWARD)
-        self.streaming.restart(self._runs(BACKWARD))
+        self.streaming.restart(self._runs(BACKWARD), BACKWARD)
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def _end_backward(self) -> None:
@@ -375,6 +375,8 @@ class WrappedRun:
             short = nbytes - self.ledger.free(tier)
             if short > 0:
                 self.activations.make_room(short)
+            if nbytes > self.ledger.free(tier) and self.streaming.collect_onlookers():
+                self._is_due |= self.streaming.make_room(nbytes)
         self._is_short |= holder == ACTIVATIONS and not self.ledger.can_take(tier, nbytes)
         try:
             self.ledger.take(tier, holder, nbytes)
@@ -395,6 +397,8 @@ class WrappedRun:
     def _make_plan(self) -> None:
         """Place the weights by what was recorded. Between passes."""
         self._is_due = False
+        if self.streaming.streamed:
+            self.streaming.collect_onlookers()
         made = self._planner.make() if self.streaming.streamed else None
         if made is None:
             return
