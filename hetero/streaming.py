@@ -20,6 +20,7 @@ from hetero.memory.chunk import align_up
 from hetero.memory.device import Device
 from hetero.memory.executor import Executor
 from hetero.memory.homes import WEIGHTS, Homes
+from hetero.memory.kept import KeptViews
 from hetero.memory.pipeline import InterruptedPassError
 from hetero.memory.plan_types import Plan
 from hetero.memory.ring import Ring
@@ -78,6 +79,7 @@ class Streaming:
         self._homes_at: dict[int, list[WeightChunk]] = {}
         self._num_moves_seen = -1
         self._phase = ""  # the one that runs
+        self.kept_views = KeptViews({chunk.chunk_id: chunk for chunk in chunks}, device.torch_device)
 
     @property
     def streamed(self) -> list[WeightChunk]:
@@ -243,6 +245,7 @@ class Streaming:
             keepers=keepers,
         )
         self.executor.spans = self.spans
+        self.kept_views.follow(self.executor)
 
     def close_executor(self) -> None:
         if self.executor is not None:
@@ -333,6 +336,8 @@ class Streaming:
     def restart(self, runs: Sequence[Run], phase: str = "") -> None:
         """A pass begins (its order) or ends (nothing): until then and from then on, homes are the only copies."""
         self._phase = phase
+        if phase:
+            self.kept_views.refresh()
         if self.executor is not None:
             self.executor.restart(runs)
             for chunk in self.streamed:
@@ -356,6 +361,7 @@ class Streaming:
             if not entry.views:
                 entry.views.update(enumerate(chunk.views_of(chunk.in_slot(executor.bytes_of(entry)))))
             self._slot_owners[entry.space.address] = chunk
+            entry.version = chunk.version
             content = None
             if self._phase not in chunk.phases_checked and not chunk.is_written_unseen and not chunk.num_open:
                 content = chunk.in_slot(executor.bytes_of(entry))
@@ -388,6 +394,7 @@ class Streaming:
         del entries
         try:
             self._slot_owners[entry.space.address] = chunk
+            entry.version = chunk.version
             return make(chunk.in_slot(executor.bytes_of(entry)))
         finally:
             del entry
@@ -466,6 +473,7 @@ class Streaming:
     def close(self, tell: Callable[[int], None]) -> None:
         """Give the model its memory back. Blocks."""
         self.close_executor()
+        self.kept_views.forget()
         self.homes.restore(tell)
 
 

@@ -318,6 +318,8 @@ class WrappedRun:
         that was seen whole."""
         if self.streaming.streamed or self._is_due or self.activations.leaves_at_once or not self._hooks.is_installed:
             return
+        if self.streaming.kept_views.has_any:
+            return
         if self.num_passes[BACKWARD] or not self._trainable_nbytes:
             self._hooks.remove()
         elif self.num_passes[FORWARD]:
