@@ -334,7 +334,10 @@ class Streaming:
     # -- leases -------------------------------------------------------------------------------------------------------
 
     def restart(self, runs: Sequence[Run], phase: str = "") -> None:
-        """A pass begins (its order) or ends (nothing): until then and from then on, homes are the only copies."""
+        """A pass begins (its order and phase) or ends (nothing): until then and from then on, homes are the only copies.
+
+        Views of slots that somebody keeps get today's values when one begins.
+        """
         self._phase = phase
         if phase:
             self.kept_views.refresh()

@@ -88,7 +88,7 @@ class WeightChunk:
         self.extent: Extent | None = None
         self.num_open = 0
         self.is_written_unseen = False
-        self.phases_checked: set[str] = set()
+        self.phases_checked: set[str] = set()  # in which it is known whether it is
         self.version = 0  # of the home that copies were made from
         self.home = self.views_of(base)
         self.away: frozenset[int] = frozenset()  # views whose parameters show something else
