@@ -17,10 +17,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from hetero.memory.unseen import unseen
 from hetero.turns import Holder, Turn, waits_for_this
-
-_NoTorchFunctions = torch._C.DisableTorchFunction
-"""What the listener does is no business of modes on the stack of torch functions, ours (outside.py) or others."""
 
 
 class Listener(Protocol):
@@ -106,7 +104,7 @@ class PassHooks:
 
     def _before(self, module: nn.Module, args: Any) -> None:
         if not _is_transformed():  # first: torch.compile traces this line, and nothing after it
-            with _NoTorchFunctions():
+            with unseen():
                 self._begin(module, sys._getframe(1))
 
     def _begin(self, module: nn.Module, frame: FrameType) -> None:
@@ -136,7 +134,7 @@ class PassHooks:
             return
         if not any(entered is module for entered, _ in self._stack):
             return
-        with _NoTorchFunctions():
+        with unseen():
             self._leave(module, failed=output is None)
 
     def _leave(self, module: nn.Module, *, failed: bool) -> None:

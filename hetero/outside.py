@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from hetero.memory.unseen import unseen
+
 
 class Borrower(Protocol):
     """Who can show a parameter's bytes on the device: the streaming."""
@@ -62,13 +64,15 @@ class OutsideReads(TorchFunctionMode):
                 return self._device
             if getattr(getattr(func, "__self__", None), "__name__", "") not in _VIEWS:
                 return func(*args, **kwargs)
-        give_back = self._borrower.borrow(list(mine.values()))
+        with unseen():
+            give_back = self._borrower.borrow(list(mine.values()))
         if give_back is None:
             return func(*args, **kwargs)
         try:
             return func(*args, **kwargs)
         finally:
-            give_back()
+            with unseen():
+                give_back()
 
     def _ours(self, values: Iterable[Any]) -> Iterator[nn.Parameter]:
         for value in values:

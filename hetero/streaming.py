@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -21,6 +22,7 @@ from hetero.memory.chunk import align_up
 from hetero.memory.device import ArenaLike, Device
 from hetero.memory.executor import Executor
 from hetero.memory.homes import WEIGHTS, Homes
+from hetero.memory.kept import KeptViews
 from hetero.memory.pipeline import InterruptedPassError
 from hetero.memory.plan_types import Plan
 from hetero.memory.residency import alias
@@ -77,9 +79,12 @@ class Streaming:
             )
             for module in model.modules()
         }
-        self.ring_nbytes = min(_largest_moment(model, self.own), sum(chunk.slot_nbytes for chunk in chunks))
-        self.staging_nbytes = max((chunk.slot_nbytes for chunk in chunks), default=0)
-        self.homes = Homes(self.chunks, device=device, engine=engine, ledger=ledger, store=store)
+        self._moments = _moments_of(model, self.own)
+        others = [p for p in self._parameters if id(p) not in by_parameter] + list(model.buffers())
+        self.homes = Homes(self.chunks, device=device, engine=engine, ledger=ledger, store=store, others=others)
+        self.ring_nbytes = self.staging_nbytes = 0
+        self.collect_onlookers()
+        self.measure_rings()
         self._rings = ExitStack()
         self._ring_sizes = 0, 0
         self._past_stats: list[ExecutorStats] = []
@@ -90,15 +95,41 @@ class Streaming:
         self._dead_copies: deque[int] = deque()
         self._homes_at: dict[int, list[WeightChunk]] = {}
         self._num_moves_seen = -1
+        self._phase = ""  # the one that runs
+        self._stayed_at_start: set[int] = set()
+        self.kept_views = KeptViews({chunk.chunk_id: chunk for chunk in chunks}, device.torch_device)
 
     @property
     def streamed(self) -> list[WeightChunk]:
         return [chunk for chunk in self.chunks if chunk.place is not Place.FIRST]
 
+    def staying(self) -> list[WeightChunk]:
+        """Chunks in memory that tensors outside the model keep there."""
+        return [chunk for chunk in self.chunks if chunk.place is not Place.DISK and self.homes.stays(chunk)]
+
+    def collect_onlookers(self) -> bool:
+        """Collect garbage if anything stays: a dead cycle may look at it, such as an error's traceback. True if there
+        was any."""
+        return bool(self.staying()) and gc.collect() > 0
+
+    def measure_rings(self) -> None:
+        """See how large the rings must be for all that streams, or may have to."""
+        staying = {chunk.chunk_id: chunk for chunk in self.staying()}
+        free = [c for c in self.chunks if c.chunk_id not in staying or c.place is not Place.FIRST]
+        self.ring_nbytes = self._largest_moment(free)
+        below = [c.slot_nbytes for c in self.chunks if c.chunk_id not in staying]
+        self.staging_nbytes = max(below, default=0)
+
+    def _largest_moment(self, chunks: Sequence[WeightChunk]) -> int:
+        """Bytes of slots that these chunks need at once at most."""
+        ids = {chunk.chunk_id for chunk in chunks}
+        return max((sum(c.slot_nbytes for c in moment if c.chunk_id in ids) for moment in self._moments), default=0)
+
     # -- entering and placing -----------------------------------------------------------------------------------------
 
     def enter(self, tell: Callable[[int, int], None]) -> None:
-        """Book the weights where they are; what the budget does not hold goes to disk, last used first.
+        """Book the weights where they are; what the budget does not hold goes to disk, last used first, unless it has
+        to stay.
 
         `tell` gets the bytes that went there so far, and those that will in all.
         """
@@ -107,8 +138,9 @@ class Streaming:
         if sum(chunk.nbytes for chunk in self.chunks) > room:
             room -= self.ring_nbytes if self.first == "cpu" else self.staging_nbytes
         leaving = []
-        for chunk in self.chunks:
-            if chunk.nbytes <= room:
+        staying = {chunk.chunk_id for chunk in self.staying()}
+        for chunk in sorted(self.chunks, key=lambda chunk: chunk.chunk_id not in staying):
+            if chunk.nbytes <= room or chunk.chunk_id in staying:
                 room -= chunk.nbytes
                 self.homes.book(chunk)
             else:
@@ -116,6 +148,8 @@ class Streaming:
         moved_nbytes, total_nbytes = 0, sum(chunk.nbytes for chunk in leaving)
         for chunk in leaving:
             self.homes.move(chunk, Place.DISK, is_booked=False)
+            if chunk.place is not Place.DISK:  # another thread has begun to look at it
+                self.homes.book(chunk)
             moved_nbytes += chunk.nbytes
             tell(moved_nbytes, total_nbytes)
         if self.streamed:
@@ -125,6 +159,7 @@ class Streaming:
         """Carry out a plan, between passes: moves in an order in which there is room for each, then the rings. Blocks.
 
         `room`: bytes per tier for weights and rings. What the plan does not speak of stays where it is if it can.
+        What tensors outside the model have begun to look at stays where it is, whatever the plan says.
         """
         self.close_executor()
         goals = self._goals(plan, room)
@@ -135,13 +170,30 @@ class Streaming:
                 stuck = [chunk for chunk in waiting if self.homes.has_disk and chunk.place is not Place.DISK]
                 if not stuck:
                     break
+                num_moves = self.homes.num_moves
                 self.homes.move(stuck[0], Place.DISK)
+                if self.homes.num_moves == num_moves:  # others have begun to look at it
+                    break
             pending = waiting
         planned = plan.gpu_resident | plan.cpu_resident | set(plan.schedule)
-        if any(chunk.chunk_id in planned for chunk in self.streamed):
-            self.open_executor(
-                plan.gpu_ring_nbytes if self.first == "gpu" else plan.cpu_ring_nbytes, plan.cpu_ring_nbytes
-            )
+        streamed = {chunk.chunk_id for chunk in self.streamed} & planned
+        if streamed:
+            self._open_planned(plan, is_as_planned=streamed == set(plan.schedule))
+
+    def _open_planned(self, plan: Plan, *, is_as_planned: bool) -> None:
+        """Open the rings of a plan; larger ones where what had to stay makes others stream."""
+        sizes = plan.gpu_ring_nbytes if self.first == "gpu" else plan.cpu_ring_nbytes, plan.cpu_ring_nbytes
+        ring = sizes[0] if is_as_planned else max(sizes[0], self._largest_moment(self.streamed))
+        on_disk = [chunk.slot_nbytes for chunk in self.chunks if chunk.place is Place.DISK]
+        staging = max([sizes[1], *on_disk])
+        try:
+            self.open_executor(ring, staging)
+        except OutOfMemoryError:
+            if not self.staying():
+                raise
+            self.measure_rings()
+            self.make_host_room(align_up(max(self.staging_nbytes, 4096)))
+            self.open_executor(self.ring_nbytes, self.staging_nbytes)
 
     def _goals(self, plan: Plan, room: Mapping[str, int]) -> dict[int, Place]:
         first = plan.cpu_resident if self.first == "cpu" else plan.gpu_resident
@@ -150,12 +202,16 @@ class Streaming:
         rings = {"gpu": plan.gpu_ring_nbytes, "cpu": plan.cpu_ring_nbytes}
         left = {tier: nbytes - align_up(max(rings.get(tier, 0), 1)) for tier, nbytes in room.items()}
         goals = {}
-        for chunk in sorted(self.chunks, key=lambda chunk: chunk.chunk_id not in first | second | streamed):
-            if chunk.chunk_id in first:
+        kept = {chunk.chunk_id for chunk in self.chunks if self.homes.stays(chunk)}
+        planned = first | second | streamed
+        for chunk in sorted(self.chunks, key=lambda c: (c.chunk_id not in kept, c.chunk_id not in planned)):
+            if chunk.chunk_id in kept:
+                goal = chunk.place
+            elif chunk.chunk_id in first:
                 goal = Place.FIRST
-            elif chunk.chunk_id in second:
+            elif chunk.chunk_id in second and chunk.nbytes <= left["cpu"]:  # what had to stay may fill it
                 goal = Place.CPU
-            elif chunk.chunk_id in streamed or chunk.nbytes > left[self.homes.tier_of(chunk.place)]:
+            elif chunk.chunk_id in streamed | second or chunk.nbytes > left[self.homes.tier_of(chunk.place)]:
                 goal = below
             else:
                 goal = chunk.place
@@ -207,6 +263,7 @@ class Streaming:
             keepers=keepers,
         )
         self.executor.spans = self.spans
+        self.kept_views.follow(self.executor)
 
     def close_executor(self) -> None:
         if self.executor is not None:
@@ -223,14 +280,18 @@ class Streaming:
 
     def shrink(self) -> None:
         """Between passes: give back what the rings have beyond the largest moment. Blocks."""
-        if self.executor is not None and self._ring_sizes[0] > self.ring_nbytes:
+        if self.executor is None:
+            return
+        self.measure_rings()
+        if self._ring_sizes[0] > self.ring_nbytes:
             self.close_executor()
             self.open_executor(self.ring_nbytes, self.staging_nbytes)
 
-    def make_room(self, nbytes: int) -> bool:
+    def make_room(self, nbytes: int, computing: Sequence[WeightChunk] = ()) -> bool:
         """Send weights out of the first tier until `nbytes` are free, if so many can go. Between or in passes.
 
-        True if any went.
+        True if any went. Those of the module that is `computing` can go although torch looks at them now: their memory
+        is free when the operation ends.
         """
         num_moves = self.homes.num_moves
         need = nbytes + (0 if self.executor is not None else align_up(max(self.ring_nbytes, 4096)))
@@ -241,8 +302,10 @@ class Streaming:
                 goal = self._below(chunk)
                 if goal is None:
                     continue
-                self.homes.move(chunk, goal)
-                if self.executor is not None and goal is Place.CPU:
+                num_before = self.homes.num_moves
+                is_torch_alone = chunk in computing and chunk.chunk_id not in self._stayed_at_start
+                self.homes.move(chunk, goal, is_watched_by_torch_alone=is_torch_alone)
+                if self.executor is not None and goal is Place.CPU and self.homes.num_moves > num_before:
                     self.executor.set_host(chunk.chunk_id, chunk.host_range)
         if self.executor is None and self.streamed:
             self.make_host_room(align_up(max(self.staging_nbytes, 4096)))
@@ -303,8 +366,15 @@ class Streaming:
 
     # -- leases -------------------------------------------------------------------------------------------------------
 
-    def restart(self, runs: Sequence[Run]) -> None:
-        """A pass begins (its order) or ends (nothing): until then and from then on, homes are the only copies."""
+    def restart(self, runs: Sequence[Run], phase: str = "") -> None:
+        """A pass begins (its order and phase) or ends (nothing): before and after it homes are the only copies.
+
+        Views of slots that somebody keeps get today's values when one begins.
+        """
+        self._phase = phase
+        if phase:
+            self._stayed_at_start = {chunk.chunk_id for chunk in self.staying()}
+            self.kept_views.refresh()
         if self.executor is not None:
             self.executor.restart(runs)
             for chunk in self.streamed:
@@ -346,13 +416,19 @@ class Streaming:
             if not entry.views:
                 entry.views.update(enumerate(chunk.views_of(chunk.in_slot(executor.bytes_of(entry)))))
             self._slot_owners[entry.space.address] = chunk
-            chunk.open([entry.views[i] for i in range(len(chunk.views))])
+            entry.version = chunk.version
+            content = None
+            if self._phase not in chunk.phases_checked and not chunk.is_written_unseen and not chunk.num_open:
+                content = chunk.in_slot(executor.bytes_of(entry))
+            is_readable = content is not None and content.device.type == "cpu"
+            chunk.open([entry.views[i] for i in range(len(chunk.views))], content if is_readable else None)
         return ids
 
     def release(self, lease: Lease) -> None:
         self._num_users.subtract(chunk.chunk_id for chunk in lease.stay)
         for chunk in lease.chunks:
-            chunk.close()
+            if chunk.close():
+                chunk.phases_checked.add(self._phase)
         executor = self.executor
         if executor is None or not lease.slot_ids:
             return
@@ -425,6 +501,7 @@ class Streaming:
         del entries
         try:
             self._slot_owners[entry.space.address] = chunk
+            entry.version = chunk.version
             return make(chunk.in_slot(executor.bytes_of(entry)))
         finally:
             del entry
@@ -504,6 +581,7 @@ class Streaming:
         """Give the model its memory back. Blocks."""
         self.close_executor()
         self._free_dead_copies()
+        self.kept_views.forget()
         self.homes.restore(tell)
 
 
@@ -511,12 +589,12 @@ def parameters_of(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module._parameters.values() if parameter is not None]
 
 
-def _largest_moment(model: nn.Module, own: Mapping[int, Sequence[WeightChunk]]) -> int:
-    """Bytes of slots that a module and those around it need at once."""
-    need = 0
+def _moments_of(model: nn.Module, own: Mapping[int, Sequence[WeightChunk]]) -> list[tuple[WeightChunk, ...]]:
+    """For each module, the chunks that it and those around it need at once."""
+    moments = {}
     for path, _ in model.named_modules():
         parts = path.split(".") if path else []
         around = [model.get_submodule(".".join(parts[:i])) for i in range(len(parts) + 1)]
         chunks = {chunk.chunk_id: chunk for module in around for chunk in own.get(id(module), ())}
-        need = max(need, sum(chunk.slot_nbytes for chunk in chunks.values()))
-    return need
+        moments[tuple(chunks)] = tuple(chunks.values())
+    return list(moments.values())

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hetero.hooks import PassHooks
 from hetero.io.engine import Engine
-from hetero.io.errors import HeteroError
+from hetero.io.errors import HeteroError, OutOfMemoryError
 from hetero.io.scratch import ScratchStore
 from hetero.iteration import BACKWARD, FORWARD, TRAIN, IterationPlanner
 from hetero.memory.activations import ACTIVATIONS, ActivationStore, Policy
@@ -149,13 +149,15 @@ class WrappedRun:
         """Refuse budgets that cannot hold one module's weights beside what never moves."""
         has, streaming = self.limits.ledger_limits(), self.streaming
         total = sum(chunk.nbytes for chunk in streaming.chunks)
+        kept = sum(chunk.nbytes for chunk in streaming.staying())
         can_stream = streaming.homes.has_disk
         needs = {"cpu": self._engine.bounce_nbytes}
         if streaming.first == "gpu":
             needs["gpu"] = self._others_nbytes + min(total, streaming.ring_nbytes)
-            needs["cpu"] += min(total, streaming.staging_nbytes) if can_stream else total
+            needs["cpu"] += kept + min(total - kept, streaming.staging_nbytes) if can_stream else total
         else:
-            needs["cpu"] += self._others_nbytes + (min(total, streaming.ring_nbytes) if can_stream else total)
+            rest = min(total - kept, streaming.ring_nbytes) if can_stream else total - kept
+            needs["cpu"] += self._others_nbytes + kept + rest
         if all(nbytes <= has[tier] for tier, nbytes in needs.items()):
             return
         lines = [
@@ -165,8 +167,20 @@ class WrappedRun:
         advice = "" if can_stream else '; with disk="FOLDER" weights can go there'
         raise TooSmallError(
             f"the budgets are too small for this model: {'; '.join(lines)}. "
-            f"The smallest that works for a forward pass is {least}{advice}",
+            f"The smallest that works for a forward pass is {least}{advice}{self._reason_for_kept('cpu')}",
             needs,
+        )
+
+    def _reason_for_kept(self, tier: str) -> str:
+        """A sentence about the weights that cannot leave a tier; empty if there are none."""
+        streaming = self.streaming
+        kept = [chunk for chunk in streaming.staying() if streaming.homes.tier_of(chunk.place) == tier]
+        if not kept:
+            return ""
+        return (
+            f". {sum(chunk.nbytes for chunk in kept)} bytes of weights ({kept[0].name!r} for one) cannot leave {tier} "
+            "while tensors outside the model share their memory: drop other references to them, such as a kept "
+            f"state_dict, or raise {tier}_memory"
         )
 
     def _tell(self, message: str) -> Callable[[int, int], None]:
@@ -201,7 +215,7 @@ class WrappedRun:
             phase = TRAIN if has_grad else FORWARD
             self._pass = (phase, perf_counter())
             self.recorder.begin(phase)
-            self.streaming.restart(self._runs(phase))
+            self.streaming.restart(self._runs(phase), phase)
         elif has_grad:
             self._begin_training()
         self._in_backward.append(in_backward)
@@ -324,7 +338,7 @@ class WrappedRun:
         self._is_unsettled = True
         self._backward = _Backward(me, task, alive, turn_before, perf_counter())
         self.recorder.begin(BACKWARD)
-        self.streaming.restart(self._runs(BACKWARD))
+        self.streaming.restart(self._runs(BACKWARD), BACKWARD)
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def _end_backward(self) -> None:
@@ -348,6 +362,8 @@ class WrappedRun:
         if self._gradients is not None and any(p.device.type == "cpu" for p in self.model.parameters()):
             return  # memory of the user's own
         if self.streaming.streamed or self._is_due or self.activations.leaves_at_once or not self._hooks.is_installed:
+            return
+        if self.streaming.kept_views.has_any:
             return
         if self.num_passes[BACKWARD] or not self._trainable_nbytes:
             self._hooks.remove()
@@ -405,19 +421,35 @@ class WrappedRun:
     def _reserve(self, tier: str, holder: str, nbytes: int) -> None:
         """Book bytes; weights make room first, then saved activations. Raises OutOfMemoryError."""
         if tier == self.streaming.first and nbytes > self.ledger.free(tier):
-            if self.streaming.make_room(nbytes):
+            if self.streaming.make_room(nbytes, self.computing()):
                 self._is_due = True
             short = nbytes - self.ledger.free(tier)
             if short > 0:
                 self.activations.make_room(short)
+            if nbytes > self.ledger.free(tier) and self.streaming.collect_onlookers():
+                self._is_due |= self.streaming.make_room(nbytes, self.computing())
         self._is_short |= holder == ACTIVATIONS and not self.ledger.can_take(tier, nbytes)
-        self.ledger.take(tier, holder, nbytes)
+        try:
+            self.ledger.take(tier, holder, nbytes)
+        except OutOfMemoryError as error:
+            reason = self._reason_for_kept(tier)
+            if not reason:
+                raise
+            raise OutOfMemoryError(
+                f"{str(error).rstrip('.')}{reason}",
+                tier=error.tier,
+                requested_nbytes=error.requested_nbytes,
+                free_nbytes=error.free_nbytes,
+                largest_holder=error.largest_holder,
+            ) from error
         if holder == ACTIVATIONS:
             self._planner.note_peak()
 
     def _make_plan(self) -> None:
         """Place the weights by what was recorded. Between passes."""
         self._is_due = False
+        if self.streaming.streamed:
+            self.streaming.collect_onlookers()
         made = self._planner.make() if self.streaming.streamed else None
         if made is None:
             return
@@ -464,6 +496,8 @@ class WrappedRun:
                 Place.CPU: "streams from cpu",
                 Place.DISK: "streams from disk",
             }[chunk.place]
+            if not self._is_closed and self.streaming.homes.stays(chunk):
+                where += f", kept in {self.streaming.homes.tier_of(chunk.place)} by tensors outside the model"
             names = f" and {len(chunk.views) - 1} more" if len(chunk.views) > 1 else ""
             lines.append(f"  {chunk.name}{names}: {chunk.nbytes} bytes, {where}")
         return "\n".join(lines)

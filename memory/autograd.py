@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from hetero.memory.activations import Activation, ActivationStore
+from hetero.memory.unseen import unseen
 from hetero.memory.weights import View, WeightChunk, span_of, view_bytes
 
 SMALL_NBYTES = 4096
@@ -171,7 +172,7 @@ class SavedTensors:
         self._leases, self._activations = leases, activations
 
     def pack(self, tensor: Tensor) -> Packed:
-        with torch._C.DisableTorchFunction():
+        with unseen():
             return self._pack(tensor)
 
     def _pack(self, tensor: Tensor) -> Packed:
@@ -195,7 +196,7 @@ class SavedTensors:
         return _with_flags(self._activations.add(tensor, Version(tensor)), tensor)
 
     def unpack(self, packed: Packed | Activation) -> Tensor:
-        with torch._C.DisableTorchFunction():
+        with unseen():
             self._leases.begin_backward()
             return packed.unpack()
 

@@ -26,7 +26,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from hetero.memory.weights import WeightChunk
 
-
 GRADIENTS = "gradients"
 """Whose bytes they are in the ledger."""
 

@@ -1,8 +1,15 @@
-"""Moving the homes of weight chunks between memory and the scratch file, booked in the ledger."""
+"""Moving the homes of weight chunks between memory and the scratch file, booked in the ledger.
+
+Note [homes that stay]
+    A home that tensors outside the model look at (a kept state_dict, `p.detach()`, a numpy array) does not move, in
+    memory or on disk. In memory, moving it would free nothing, so the ledger would lie, and whoever looks at it would
+    see old values from then on; on disk its extent would be written again under his eyes. At the end, `restore` moves
+    homes on disk all the same: what somebody still holds of one keeps the mapping and the values of that moment.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,6 +19,7 @@ from hetero.io.operation import finish
 from hetero.io.scratch import ScratchStore
 from hetero.memory.device import ArenaLike, Device
 from hetero.memory.ledger import Ledger
+from hetero.memory.onlookers import Onlookers
 from hetero.memory.residency import MappedFile, alias
 from hetero.memory.weights import Place, WeightChunk
 
@@ -35,8 +43,11 @@ class Homes:
         engine: Engine,
         ledger: Ledger,
         store: ScratchStore | None,
+        others: Iterable[Tensor] = (),
     ) -> None:
+        """`others`: the model's tensors that are in no chunk; one storage may hold some of both."""
         self.chunks = chunks
+        self._onlookers = Onlookers(chunks, others)
         self._device, self._engine, self._ledger, self._store = device, engine, ledger, store
         self._arenas: dict[int, ArenaLike] = {}
         self._map: MappedFile | None = None
@@ -59,24 +70,29 @@ class Homes:
             return "gpu" if self._device.has_gpu_tier else "cpu"
         return str(place.value)
 
+    def stays(self, chunk: WeightChunk) -> bool:
+        """Whether a home cannot move now, Note [homes that stay]."""
+        return chunk.is_elsewhere or self._onlookers.is_watched(chunk)
+
     def book(self, chunk: WeightChunk) -> None:
         """Book a chunk where it is."""
         self._ledger.take(self.tier_of(chunk.place), WEIGHTS, chunk.nbytes)
 
-    def move(self, chunk: WeightChunk, place: Place, *, is_booked: bool = True) -> None:
+    def move(
+        self, chunk: WeightChunk, place: Place, *, is_booked: bool = True, is_watched_by_torch_alone: bool = False
+    ) -> None:
         """Bring a chunk's home to `place`. Blocks. Raises OutOfMemoryError and IOEngineError with nothing changed.
 
         No copy of the chunk may be in the making: the executor must have dropped it. `is_booked`: the ledger has it
-        where it is now. A home on disk that somebody else looks at stays there.
+        where it is now. A home that has to stay does, and nothing is changed, Note [homes that stay]; it need not for
+        what torch looks at while an operation runs.
         """
         if chunk.place is place:
             return
         chunk.adopt()
         before = chunk.place
-        if chunk.is_elsewhere:
+        if chunk.is_elsewhere or (self._onlookers.is_watched(chunk) and not is_watched_by_torch_alone):
             return
-        if before is Place.DISK and chunk.is_watched:
-            return  # its extent would be written again under the eyes of whoever looks at it
         if place is not Place.DISK:
             self._ledger.take(self.tier_of(place), WEIGHTS, chunk.nbytes)
         try:
@@ -162,7 +178,9 @@ class Homes:
         for chunk in self.chunks:
             done_nbytes += chunk.nbytes
             try:
-                self._restore(chunk)
+                if chunk.home:
+                    self._restore(chunk)
+                    chunk.let_go()
                 if progress is not None:
                     progress(done_nbytes)
             except Exception as error:

@@ -83,6 +83,7 @@ class Pipeline:
         self._lock = threading.RLock()
         self._changed = Condition(self._lock)
         self._dead: deque[Residency] = deque()
+        self._outlived: list[Residency] = []
         self._resident: dict[int, Residency] = {}
         for chunk_id, address in resident.items():
             chunk = self._chunks[chunk_id]
@@ -100,6 +101,21 @@ class Pipeline:
         self._is_closed = False
         self._broken: BaseException | None = None
         self._harmless: BaseException | None = None
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    @property
+    def keepers(self) -> tuple[object, ...]:
+        return self._keepers
+
+    def outlived(self) -> list[Residency]:
+        """Residencies that have ended and that somebody's tensors still look at. Also after `close`."""
+        with self._lock:
+            dead = {id(entry) for entry in list(self._dead)}
+            self._outlived = [e for e in self._outlived if e.state is State.RETIRED and id(e) not in dead]
+            return list(self._outlived)
 
     def check(self) -> None:
         """Raise what makes every further lease impossible."""
@@ -189,6 +205,8 @@ class Pipeline:
         else:
             entry.drop_views()
             entry.is_outlived = entry not in self._dead
+            if entry.is_outlived:
+                self._outlived.append(entry)
         # Last, so that `close` finds it, and the alias that it holds, whatever line an interrupt hit.
         del self._live[entry.chunk.chunk_id]
 

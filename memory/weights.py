@@ -6,11 +6,19 @@ Note [homes are memory]
     (state_dict, pickle, deepcopy, an optimizer nobody told us of, numpy) reads and changes the truth, and nothing has
     to be intercepted. Two rules keep it true:
     1. Copies of a home exist only inside a pass; `Executor.restart` drops them at its ends.
-    2. What a forward writes to a leased slot is copied home when the lease ends, if a version counter shows it.
-    Two things are not seen: a write through `.data` inside a forward, which no counter shows; and a view that somebody
-    kept when its home in memory moves (a plan, room being made, the end), which is then a copy of the old values.
+    2. What a forward writes to a leased slot is copied home when the lease ends, if a version counter shows it or the
+       chunk is known to be written unseen, Note [unseen writes].
+    A home that tensors outside
+    the model look at does not move (`Homes.stays`), until the end: what somebody still holds then is a copy of the
+    values it had.
     Mapped pages and direct reads agree: before a direct read the kernel writes dirty pages of the range to the file,
     and a direct write drops the range's clean ones.
+
+Note [unseen writes]
+    A write through `.data` (or numpy) inside a forward shows in no version counter. So a chunk's first lease of each
+    phase compares checksums of its slot. If they differ and no counter says so, the chunk is written unseen from then
+    on: every lease that ends copies all of it home. Who does not write so in that first lease (a clamp that changes
+    nothing yet), and does in a later one, is not seen: what he writes to a slot is lost with the lease.
 
 Note [parameters that are away]
     `p.data = other` makes a parameter leave its home, and torch tells nobody. New values are copied home, and shown
@@ -27,6 +35,7 @@ Note [one chunk, one run of bytes]
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -78,11 +87,14 @@ class WeightChunk:
         self.place = Place.FIRST
         self.extent: Extent | None = None
         self.num_open = 0
+        self.is_written_unseen = False
+        self.phases_checked: set[str] = set()  # in which it is known whether it is
         self.version = 0  # of the home that copies were made from
         self.home = self.views_of(base)
         self.away: frozenset[int] = frozenset()  # views whose parameters show something else
         self._references: set[weakref.ref[object]] = set()  # to saved tensors that refer to it
         self._bound: list[tuple[Tensor, int]] = []
+        self._content: tuple[Tensor, int] | None = None  # a leased slot's bytes, and their checksum when it began
 
     @property
     def slot_nbytes(self) -> int:
@@ -115,9 +127,9 @@ class WeightChunk:
         return sum(view.parameter._version for view in self.views)
 
     @property
-    def is_watched(self) -> bool:
-        """Whether tensors that are not the chunk's own look at the home."""
-        return num_holders(self.base) > 1 + 2 * len(self.views) - len(self.away)
+    def num_own_holders(self) -> int:
+        """How many tensors on the home's storage are the chunk's: `base`, `home`, and the parameters that show it."""
+        return 1 + len(self.views) + (len(self.views) - len(self.away) if self.num_open == 0 else 0)
 
     @property
     def is_elsewhere(self) -> bool:
@@ -141,18 +153,23 @@ class WeightChunk:
         # An interrupt comes at a call, so none falls amid these.
         self.base, self.home, self.place, self._address = base, home, place, address
 
-    def open(self, slot: Sequence[Tensor]) -> None:
-        """Show leased bytes. Leases nest. No parameter may be away."""
+    def open(self, slot: Sequence[Tensor], content: Tensor | None = None) -> None:
+        """Show leased bytes. Leases nest. No parameter may be away. `content`: all bytes of the slot, in memory of the
+        CPU, to see unseen writes by, Note [unseen writes]."""
         self.num_open += 1
+        if self.num_open == 1 and content is not None:
+            self._content = content, _checksum(content)
         if self.num_open == 1:
             self._show(slot)
             self._bound = [(t, v.parameter._version) for t, v in zip(slot, self.views, strict=True)]
 
-    def close(self) -> None:
-        """End one `open`; what was written meanwhile goes home with the last."""
+    def close(self) -> bool:
+        """End one `open`; what was written meanwhile goes home with the last. True: it is known now whether the chunk
+        is written unseen."""
         self.num_open -= 1
         if self.num_open:
-            return
+            return False
+        is_known = self._look_for_unseen_writes()
         is_complete = True
         with torch.no_grad(), torch.inference_mode(False):
             for view, (slot, version), home in zip(self.views, self._bound, self.home, strict=True):
@@ -160,19 +177,41 @@ class WeightChunk:
                 if parameter.data_ptr() != slot.data_ptr() or not view_matches(parameter, view):
                     is_complete = False
                     continue
-                if parameter._version != version:
+                if parameter._version != version or self.is_written_unseen:
                     home.copy_(parameter.data)
                 parameter.data = home
         self._bound = []
+        if self.is_written_unseen:
+            self.version = -1  # copies that were made ahead are of the old values
         if not is_complete:
             self.adopt()
+        return is_known
+
+    def _look_for_unseen_writes(self) -> bool:
+        """False: nobody looked, or a write that was seen hides whether there was another."""
+        if self._content is None:
+            return False
+        (content, checksum), self._content = self._content, None
+        if _checksum(content) == checksum:
+            return True
+        if any(view.parameter._version != version for view, (_, version) in zip(self.views, self._bound, strict=True)):
+            return False
+        self.is_written_unseen = True
+        return True
 
     def forget_leases(self) -> None:
         """Show the home: the leases are gone. What an interrupted forward wrote to a slot is gone with them."""
         if self.num_open:
             self.num_open = 0
-            self._bound = []
+            self._bound, self._content = [], None
             self.show_home()
+
+    def let_go(self) -> None:
+        """The wrap has ended: look at the memory no more, so that another does not take this for a stranger's look.
+        Saved tensors that refer to it keep it."""
+        if not self._references:
+            self.base, self.home = self.base.new_empty(0), []
+            self._address = self.base.data_ptr()
 
     def adopt(self, is_private: Callable[[nn.Parameter], bool] | None = None) -> bool:
         """See what the parameters show, and take new values home where that is right, Note [parameters that are away].
@@ -191,7 +230,12 @@ class WeightChunk:
             if view.parameter.data_ptr() != home.data_ptr() or not view_matches(view.parameter, view)
         )
         # Of several parameters that share the bytes, one that was replaced shares them no more.
-        if self.away and len(self.views) == 1 and not self._references and not self.is_watched:
+        if (
+            self.away
+            and len(self.views) == 1
+            and not self._references
+            and num_holders(self.base) == self.num_own_holders
+        ):
             (view,), (home,) = self.views, self.home
             is_private = is_private or (lambda parameter: num_holders(parameter) == 1)
             if view_matches(view.parameter, view) and is_private(view.parameter):
@@ -212,6 +256,10 @@ class WeightChunk:
 def num_holders(tensor: Tensor) -> int:
     """How many tensors look at a tensor's storage, itself included."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1  # less the storage's Python object
+
+
+def _checksum(content: Tensor) -> int:
+    return zlib.crc32(content.numpy().data)
 
 
 def view_matches(parameter: nn.Parameter, view: View) -> bool:

@@ -20,6 +20,7 @@ from torch import nn
 from hetero.io.backends.faulty import Fault
 from hetero.io.errors import IOEngineError, OutOfMemoryError
 from hetero.memory.homes import WEIGHTS
+from hetero.memory.onlookers import Onlookers
 from hetero.memory.weights import Place, WeightChunk, find_chunks, span_of
 from tests.interrupting import InterruptAt
 from tests.memory.weights_rig import CPU, PLACES, bytes_of, like, parameter_at, weights_rig
@@ -429,6 +430,57 @@ def test_a_home_on_disk_stays_there_while_somebody_else_looks_at_it(tmp_path: Pa
         del view
         rig.homes.move(rig.chunks[0], Place.FIRST)
         assert rig.chunks[0].place is Place.FIRST
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_home_in_memory_stays_there_while_somebody_else_looks_at_it(tmp_path: Path, device: str) -> None:
+    with weights_rig(tmp_path, odd_parameters()[:2], device) as rig:
+        before = rig.chunks[0].place
+        view = rig.named[0][1].detach()
+        for place in PLACES[device]:
+            for chunk in rig.chunks:
+                rig.homes.move(chunk, place)
+            assert [chunk.place for chunk in rig.chunks] == [before, place]
+            assert view.data_ptr() == rig.named[0][1].data_ptr()
+            rig.check()
+        del view
+        rig.homes.move(rig.chunks[0], Place.DISK)
+        assert rig.chunks[0].place is Place.DISK
+        rig.check()
+
+
+def test_who_looks_at_a_storage_of_several_chunks_is_told_from_the_models_own() -> None:
+    whole = torch.zeros(6000)
+    named = [(f"p{i}", nn.Parameter(whole[2000 * i : 2000 * i + 1500])) for i in range(3)]
+    buffer = torch.empty(0).set_(whole.untyped_storage(), 1500, (10,), (1,))  # a slice would keep `whole`
+    chunks = find_chunks(named, CPU, small_nbytes=1)
+    onlookers = Onlookers(chunks, [buffer])
+    assert all(onlookers.is_watched(chunk) for chunk in chunks), "at `whole`"
+    del whole
+    assert not any(onlookers.is_watched(chunk) for chunk in chunks)
+    slot = lease(chunks[0])
+    assert not any(onlookers.is_watched(chunk) for chunk in chunks), "a parameter that shows a slot is no onlooker"
+    chunks[0].close()
+    assert slot.numel() == chunks[0].nbytes
+    view = named[2][1].detach()
+    assert all(onlookers.is_watched(chunk) for chunk in chunks)
+    del view
+    chunks[1].rehome(torch.zeros(6000, dtype=torch.uint8), Place.FIRST)
+    assert not any(onlookers.is_watched(chunk) for chunk in chunks)
+    view = named[1][1].detach()
+    assert [onlookers.is_watched(chunk) for chunk in chunks] == [False, True, False]
+    del view
+
+
+def test_a_run_that_has_ended_looks_at_nothing(tmp_path: Path) -> None:
+    parameters = odd_parameters()[:2]
+    with weights_rig(tmp_path, parameters) as rig:
+        rig.homes.move(rig.chunks[0], Place.DISK)
+        rig.homes.restore()
+        rig.check_values_and_addresses()
+        again = find_chunks(parameters, CPU, small_nbytes=1)
+        assert not any(Onlookers(again, []).is_watched(chunk) for chunk in again)
+    rig.check_values()
 
 
 def test_adopting_in_the_middle_of_a_lease_changes_nothing() -> None:
