@@ -1,4 +1,5 @@
-"""What has to be true on a GPU: copies at full rate, hidden behind compute, exact results, bytes as planned.
+"""What has to be true on a GPU: copies at full rate, hidden behind compute, exact results, bytes as planned, the
+training zoo of the tests bit for bit.
 
     python benchmarks/gpu_suite.py [--device cuda|xpu|emulated] [--tiny] [--workdir DIR] [--no-report]
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import os
 import statistics
 import sys
 import tempfile
@@ -40,6 +42,8 @@ EMULATED: dict[str, Any] = {"capacity_nbytes": 64 * MIB, "bandwidth_bytes_per_s"
 CONTEXT = 128
 PROMPT, STEPS = 13, 8
 LEAST_OF_PLAIN, LEAST_OF_BOUND, MOST_OF_LONGER = 0.9, 0.8, 1.15
+ZOO_SHARES = (0.6, None)
+"""Of the weights that the gpu tier holds; None: the least that works."""
 
 
 @dataclass(slots=True)
@@ -309,6 +313,99 @@ def check_models(suite: Suite, workdir: Path, to_device_bytes_per_s: float) -> N
     check_larger(suite, large, shape.vocab, to_device_bytes_per_s)
 
 
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def check_zoo(suite: Suite) -> None:
+    """Five optimizer steps of each model of the zoo, plain and wrapped on the same device: every bit of every output,
+    gradient and weight."""
+    from tests.exact.on_gpu import NOT_ON_A_GPU, PLAIN_ON_CPU
+    from tests.exact.test_wrap_zoo import CASES
+    from tests.exact.wrap_rig import Budget, Reference, check_training
+
+    where = None if suite.is_emulated else torch.device(suite.device_name)
+    names = [name for name in CASES if where is None or name not in NOT_ON_A_GPU]
+    failures = []
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        for name in names[:3] if suite.tiny else names:
+            for share in ZOO_SHARES:
+                try:
+                    reference = Reference(CASES[name], where, plain_on_cpu=name in PLAIN_ON_CPU)
+                    with tempfile.TemporaryDirectory() as folder:
+                        check_training(reference, Budget(suite.device_name, share, share is None), Path(folder))
+                except Exception as error:
+                    failures.append(f"{name} ({share}): {type(error).__name__}: {str(error).splitlines()[0]}")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for failure in failures:
+        print(f"  zoo: {failure}", flush=True)
+    num = (3 if suite.tiny else len(names)) * len(ZOO_SHARES)
+    suite.check("the training zoo", f"{num - len(failures)} of {num} equal plain", "all", not failures)
+
+
+def check_step(suite: Suite, to_device_bytes_per_s: float) -> None:
+    """Forward and backward through frozen weights that stream, beside the larger of compute and link time."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    layers, hidden, num_tokens = (4, 256, 64) if suite.tiny else (16, 2048, 2048)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=hidden * 8 // 3 // 64 * 64,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 64,
+        vocab_size=512,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+    model: Any = LlamaForCausalLM(config).to(torch.bfloat16).requires_grad_(False)
+    torch_device = torch.device("cpu") if suite.is_emulated else torch.device(suite.device_name)
+    x = torch.randn(1, num_tokens, hidden, dtype=torch.bfloat16, device=torch_device, requires_grad=True)
+    device = suite.open()
+
+    def step() -> None:
+        model(inputs_embeds=x, use_cache=False).logits.float().square().mean().backward()
+        device.synchronize()
+
+    weight_nbytes = sum(p.nbytes for p in model.parameters())
+    link = 400e6 if suite.is_emulated else to_device_bytes_per_s
+    try:
+        model.to(torch_device)
+        compute_s = interleaved((step,), 5)[0]
+        model.to("cpu")
+        options: dict[str, Any] = {"device": suite.device_name, "cpu_memory": 2 * weight_nbytes + 64 * MIB}
+        options |= {"link": int(link)} if suite.is_emulated else {}
+        with hetero.wrap(model, gpu_memory=4 * weight_nbytes + (1 << 30), **options) as run:
+            for _ in range(3):
+                step()
+            others_nbytes = run.stats().tiers["gpu"].peak_nbytes - weight_nbytes
+        with hetero.wrap(model, gpu_memory=weight_nbytes // 2 + others_nbytes, **options) as run:
+            for _ in range(3):
+                step()
+            before = run.stats()
+            step_s = interleaved((step,), 5)[0]
+            link_nbytes = (run.stats().gpu_link_nbytes - before.gpu_link_nbytes) / 6
+            planned_nbytes = run.plan.gpu_link_nbytes
+    finally:
+        device.close()
+    suite.check(
+        "a step: bytes to the device",
+        f"{link_nbytes / MIB:.2f} MiB",
+        f"{planned_nbytes / MIB:.2f} MiB, as planned",
+        link_nbytes == planned_nbytes,
+    )
+    bound_s = max(compute_s, link_nbytes / link)
+    suite.check(
+        "a step: compute and link together",
+        f"{step_s * 1e3:.1f} ms; compute {compute_s * 1e3:.1f}, link {link_nbytes / link * 1e3:.1f}",
+        f"<= {MOST_OF_LONGER} of the longer",
+        step_s <= MOST_OF_LONGER * bound_s,
+        rate=True,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto", help="auto (default), cuda, cuda:1, xpu or emulated")
@@ -316,6 +413,7 @@ def main() -> None:
     parser.add_argument("--workdir", type=Path, default=ROOT / "build" / "bench", help="where the model is kept")
     parser.add_argument("--no-report", action="store_true", help="print only")
     options = parser.parse_args()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # products that do not depend on the stream
     found = torch.accelerator.current_accelerator(check_available=True)
     if options.device == "auto" and found is None:
         print("gpu_suite: no CUDA or XPU device here; --device emulated --tiny runs its logic without one")
@@ -331,6 +429,8 @@ def main() -> None:
         device.close()
     options.workdir.mkdir(parents=True, exist_ok=True)
     check_models(suite, options.workdir, to_device_bytes_per_s)
+    check_zoo(suite)
+    check_step(suite, to_device_bytes_per_s)
     if not options.no_report:
         report(suite, options.workdir)
     if suite.has_failed:

@@ -61,7 +61,7 @@ def test_ctrl_c_ends_the_command_quietly_while_loading_and_while_generating(chec
             _, stderr = process.communicate(timeout=30)
         assert process.returncode == 130, stderr
         assert "Traceback" not in stderr and "Exception" not in stderr
-        assert len(stderr.splitlines()) <= 2, stderr
+        assert len(stderr.splitlines()) <= 3, stderr  # loaded, read the prompt, the rates so far
     assert listing(checkpoint) == before
 
 

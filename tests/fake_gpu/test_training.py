@@ -8,25 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.exact.on_gpu import NOT_ON_A_GPU, PLAIN_ON_CPU
 from tests.exact.test_wrap_zoo import CASES
 from tests.exact.wrap_rig import BUDGETS, Budget, Reference, check_training
 from tests.fake_gpu.device import DEVICE
 
-NOT_ON_A_GPU = {
-    "custom-functions": "its functions make tensors on the CPU, and keep a parameter on their context",
+NOT_ON_THIS_ONE = {
     "recurrent": "torch has no fused cell for the CPU, and takes one on a GPU",
-    "sparse-gradients": "the fake GPU has no sparse tensors",
-    "interleaved": "torch.autograd.grad by parameters that stream",
-    "penalty": "weights on two devices: a norm adds what each has",
-    "replaced": "a weight in memory of the user's own on the CPU",
-    "replaced-before-backward": "a weight in memory of the user's own on the CPU",
-    "swapped": "a weight in memory of the user's own on the CPU",
-    "user-memory": "a weight in memory of the user's own on the CPU",
-    "writes": "numpy writes to no GPU's memory",
-    "writes-before-backward": "numpy writes to no GPU's memory",
+    "sparse-gradients": "it has no sparse tensors",
 }
-# `model.to(gpu)` parts weights that share memory.
-PLAIN_ON_CPU = {"tied-by-storage", "overlapping", "untied"}
+NAMES = [name for name in CASES if name not in NOT_ON_A_GPU and name not in NOT_ON_THIS_ONE]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,7 +28,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
-@pytest.fixture(scope="module", params=[name for name in CASES if name not in NOT_ON_A_GPU])
+@pytest.fixture(scope="module", params=NAMES)
 def reference(request: pytest.FixtureRequest) -> Reference:
     return Reference(CASES[request.param], DEVICE, plain_on_cpu=request.param in PLAIN_ON_CPU)
 
