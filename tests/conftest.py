@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 import time
 from collections import Counter
@@ -20,6 +21,7 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 _SETTLE_S = 5.0
+FAKE_GPU = Path(__file__).with_name("fake_gpu")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -28,6 +30,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
     torch.set_num_threads(2)
     tqdm.tqdm.monitor_interval = 0  # its thread never ends, and would count as a leak of whoever drew the first bar
+    # A shell that starts us in the background has it ignored, which what we start would inherit.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if _includes(config, FAKE_GPU):
+        from tests.fake_gpu import device
+
+        if device.can_load():
+            device.load()  # before a test module asks torch for its accelerator, which torch answers once
+
+
+def _includes(config: pytest.Config, folder: Path) -> bool:
+    """Whether tests of a folder are among those asked for, or may be."""
+    asked = [Path(config.invocation_params.dir, arg.split("::")[0]).resolve() for arg in config.args]
+    return any(path == folder or path in folder.parents or folder in path.parents for path in asked)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

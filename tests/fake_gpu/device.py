@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import hashlib
+import shutil
 import subprocess
 from functools import cache, partial
 from pathlib import Path
@@ -17,6 +18,11 @@ from hetero.memory.device_emulated import EmulatedDevice
 SOURCE = Path(__file__).with_name("fake_gpu.cpp")
 CACHE = Path(__file__).resolve().parents[2] / ".cache" / "fake_gpu"
 DEVICE = torch.device("xpu", 0)
+
+
+def can_load() -> bool:
+    """Whether there is a compiler, and no GPU that torch knows already."""
+    return shutil.which("g++") is not None and not torch.cuda.is_available() and torch.version.xpu is None
 
 
 @cache
