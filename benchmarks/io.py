@@ -77,19 +77,24 @@ def hetero_pass(
     """
     size = setting.block_nbytes
     num_blocks, num_slots = setting.file_nbytes // size, arena.nbytes // size
+    num_parts = NUM_THREADS if backend == "threads" else 1  # read in turn, as psync's threads do: a disk may care
+    order = [
+        start + i for i in range(num_blocks // num_parts) for start in range(0, num_blocks, num_blocks // num_parts)
+    ]
     done: queue.SimpleQueue[tuple[int, int, Future[int]]] = queue.SimpleQueue()
     with Engine(backend=backend, block_nbytes=size, queue_depth=setting.queue_depth) as engine:
         file = engine.open(setting.path, writable=write)
         start_s, start_cpu_s = time.perf_counter(), own_cpu_s()
-        for block in range(num_blocks + num_slots):
-            slot = block
-            if block >= num_slots:
+        for number in range(num_blocks + num_slots):
+            slot = number
+            if number >= num_slots:
                 old_block, slot, future = done.get()
                 if future.result() != size:
                     raise AssertionError(f"block {old_block}: {future.result()} bytes of {size}")
                 if see:
                     see(old_block, arena.array[slot * size : (slot + 1) * size])
-            if block < num_blocks:
+            if number < num_blocks:
+                block = order[number]
                 request = Request(file, block * size, size, arena.address + slot * size, write)
                 (future,) = engine.submit([request])
                 future.add_done_callback(partial(_tell, done, block, slot))
