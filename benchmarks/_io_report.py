@@ -125,7 +125,8 @@ def _setting(setting: Setting, contenders: list[IOContender]) -> str:
     return (
         f"A file of {setting.file_nbytes / 2**30:g} GiB of random bytes, whole passes with O_DIRECT, blocks of "
         f"{setting.block_nbytes / 2**20:g} MiB, {setting.queue_depth} in flight (psync and the threads backend: "
-        f"{setting.num_threads} blocking threads, one part of the file each). {setting.num_rounds} rounds after one that is thrown away; every "
+        f"{setting.num_threads} blocking threads, one part of the file each). "
+        f"{setting.num_rounds} rounds after one that is thrown away; every "
         "other round goes backwards. hetero: one request a block, and two buffers for each block in flight. DeepSpeed: "
         "block size/queue depth/threads, one request for the whole file.\n\n"
         "CPU: user and system seconds per GB, on huge pages where both were measured; of the whole process for hetero "

@@ -173,7 +173,7 @@ def main() -> None:
         (
             "Overlap on the emulated GPU",
             "A forward and backward of the same model; its gradients and part of its weights fit the gpu tier, the "
-            f"rest crosses the link twice a step. Plain and wrapped steps in turn, medians of "
+            "rest crosses the link twice a step. Plain and wrapped steps in turn, medians of "
             f"{NUM_STEPS}; compute is the plain one.\n\n{overlap_table}",
         ),
         ("Machine and versions", markdown_table(["", ""], facts)),

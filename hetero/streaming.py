@@ -192,8 +192,7 @@ class Streaming:
             if not self.staying():
                 raise
             self.measure_rings()
-            self.make_host_room(align_up(max(self.staging_nbytes, 4096)))
-            self.open_executor(self.ring_nbytes, self.staging_nbytes)
+            self._reopen(self.ring_nbytes, self.staging_nbytes)
 
     def _goals(self, plan: Plan, room: Mapping[str, int]) -> dict[int, Place]:
         first = plan.cpu_resident if self.first == "cpu" else plan.gpu_resident
@@ -285,7 +284,14 @@ class Streaming:
         self.measure_rings()
         if self._ring_sizes[0] > self.ring_nbytes:
             self.close_executor()
-            self.open_executor(self.ring_nbytes, self.staging_nbytes)
+            self._reopen(self.ring_nbytes, self.staging_nbytes)
+
+    def _reopen(self, ring_nbytes: int, staging_nbytes: int) -> None:
+        """Open the executor, with room in RAM for what room was made by since these sizes were right."""
+        if self.first == "gpu" and any(chunk.place is Place.DISK for chunk in self.chunks):
+            staging_nbytes = max(staging_nbytes, self.staging_nbytes)
+            self.make_host_room(align_up(max(staging_nbytes, 4096)))
+        self.open_executor(ring_nbytes, staging_nbytes)
 
     def make_room(self, nbytes: int, computing: Sequence[WeightChunk] = ()) -> bool:
         """Send weights out of the first tier until `nbytes` are free, if so many can go. Between or in passes.
@@ -308,8 +314,7 @@ class Streaming:
                 if self.executor is not None and goal is Place.CPU and self.homes.num_moves > num_before:
                     self.executor.set_host(chunk.chunk_id, chunk.host_range)
         if self.executor is None and self.streamed:
-            self.make_host_room(align_up(max(self.staging_nbytes, 4096)))
-            self.open_executor(self.ring_nbytes, self.staging_nbytes)
+            self._reopen(self.ring_nbytes, self.staging_nbytes)
         return self.homes.num_moves > num_moves
 
     def make_host_room(self, nbytes: int) -> None:
@@ -353,7 +358,7 @@ class Streaming:
             held = sum(chunk.nbytes for chunk in self.chunks if self.homes.tier_of(chunk.place) == tier)
             self._ledger.correct(tier, WEIGHTS, held if tier != "disk" else 0)
         if self.streamed:
-            self.open_executor(*self._ring_sizes)
+            self._reopen(*self._ring_sizes)
 
     def adopt(self) -> None:
         """Between passes: see what users have put in the place of weights."""

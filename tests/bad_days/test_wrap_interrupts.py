@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import hetero
+from hetero.memory.weights import Place
 from tests.interrupting import InterruptAt
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -77,3 +78,29 @@ def test_an_interrupt_at_any_call_of_an_iteration_is_survived(device: str, tmp_p
         run.close()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), weights, strict=True))
     assert not list(tmp_path.iterdir())
+
+
+def test_recovery_makes_room_in_ram_for_what_went_to_disk_in_the_interrupted_pass(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Residual()
+    reference = iteration(copy.deepcopy(model))
+    weights = sum(p.nbytes for p in model.parameters())
+    sizes = {"gpu_memory": weights + weights // 2 + 170_000, "cpu_memory": (2 << 20) + weights * 3 // 2}
+    with hetero.wrap(model, device="emulated", disk=tmp_path, **sizes) as run:
+        for _ in range(3):
+            iteration(model)
+        assert run.plan.num_streamed > 0 and run.streaming._ring_sizes[1] == 0, "all of them are in memory"
+        run.ledger.take("cpu", "others", run.ledger.free("cpu") - 1000)
+
+        def interrupt(*_: Any) -> None:
+            run.streaming.make_room(weights)  # there is none in RAM, so weights go to disk
+            raise KeyboardInterrupt
+
+        handle = model.norm.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            iteration(model)
+        handle.remove()
+        assert any(chunk.place is Place.DISK for chunk in run.streaming.chunks)
+        for _ in range(2):
+            assert all(torch.equal(a, b) for a, b in zip(iteration(model), reference, strict=True))
+        run.ledger.give("cpu", "others", run.ledger.holders("cpu")["others"])
