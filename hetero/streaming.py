@@ -513,9 +513,13 @@ class Streaming:
             executor.release((chunk.chunk_id,))
 
     def _acquire(self, executor: Executor, ids: Sequence[int]) -> list[Residency] | None:
-        """None: there is no room. Of the time, one part in twenty goes into looking in vain for dead cycles."""
+        """None: there is no room. Of the time, one part in twenty goes into looking in vain for dead cycles, and more
+        only where there is no room for copies either."""
         start_s = perf_counter()
         may_collect = start_s >= self._collect_after_s
+        if self._is_remote and not may_collect:
+            copies_nbytes = sum(chunk.slot_nbytes for chunk in self.chunks if chunk.chunk_id in ids)
+            may_collect = not self._ledger.can_take(self.first, copies_nbytes)
         try:
             return executor.acquire(ids, may_collect=may_collect)
         except (OutOfMemoryError, InterruptedPassError):

@@ -1,4 +1,4 @@
-"""Shows the fake GPU to torch during the tests of this folder alone; tests/conftest.py has loaded it."""
+"""Shows the fake GPU to torch during each module of this folder; tests/conftest.py has loaded it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hetero.memory import device_emulated
 from tests.fake_gpu import device
 
 
-@pytest.fixture(autouse=True, scope="package")
+@pytest.fixture(autouse=True, scope="module")
 def fake_gpu() -> Iterator[None]:
     """`device="emulated"` computes on tensors that torch takes for a GPU's."""
     if not device.can_load():
