@@ -49,7 +49,7 @@ class IterationPlanner:
     def note_peak(self) -> None:
         """Remember how many bytes saved activations hold now, if it is more than ever."""
         for tier in self._ledger.tiers():
-            now = self._ledger.holders(tier).get(ACTIVATIONS, 0)
+            now = self._ledger.held(tier, ACTIVATIONS)
             self._activation_peaks[tier] = max(self._activation_peaks.get(tier, 0), now)
 
     def make(self) -> tuple[Plan, dict[str, int]] | None:

@@ -555,14 +555,15 @@ class Streaming:
     def find(self, tensor: Tensor) -> tuple[WeightChunk, int] | None:
         """The chunk whose bytes a tensor views, in a slot or at home, and where in them it begins."""
         address = tensor.untyped_storage().data_ptr()
-        start, end = span_of(tensor)
         owner = self._slot_owners.get(address)
         if owner is not None:
+            start, end = span_of(tensor)
             start -= owner.residue
             return (owner, start) if start >= 0 and end - owner.residue <= owner.nbytes else None
         if self._num_moves_seen != self.homes.num_moves:
             self._index()
         for chunk in self._homes_at.get(address, ()):
+            start, end = span_of(tensor)
             first = int(chunk.base.storage_offset())
             if first <= start and end <= first + chunk.nbytes:
                 return chunk, start - first

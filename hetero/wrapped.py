@@ -282,7 +282,7 @@ class WrappedRun:
     def _begin_training(self) -> None:
         if self._gradients is not None:
             self._gradients.watch()
-        if GRADIENTS not in self.ledger.holders(self.streaming.first) and self._trainable_nbytes:
+        if not self.ledger.held(self.streaming.first, GRADIENTS) and self._trainable_nbytes:
             self._reserve(self.streaming.first, GRADIENTS, self._trainable_nbytes)
         self._book_gradients_at_home()
         # Not those of chunks: when one moves, what is saved next may get its old memory.
@@ -293,10 +293,10 @@ class WrappedRun:
 
     def _book_gradients_at_home(self) -> None:
         """Gradients of weights that are not where they are computed on go home after each backward."""
-        if self._gradients is None or GRADIENTS not in self.ledger.holders(self.streaming.first):
+        if self._gradients is None or not self.ledger.held(self.streaming.first, GRADIENTS):
             return
         away = [view.parameter for chunk in self.streaming.streamed for view in chunk.views]
-        more = _nbytes([p for p in away if p.requires_grad]) - self.ledger.holders("cpu").get(GRADIENTS, 0)
+        more = _nbytes([p for p in away if p.requires_grad]) - self.ledger.held("cpu", GRADIENTS)
         if more > 0:
             self.streaming.make_host_room(more)
             self.ledger.take("cpu", GRADIENTS, more)
@@ -320,14 +320,14 @@ class WrappedRun:
                 self.plan = replace(self._planner.describe(None), state="planned")
 
     def begin_backward(self) -> None:
-        if torch._C._current_graph_task_id() == -1 or self._is_closed:
-            return
-        if self._hooks.is_computing and self._in_backward == [False]:
-            return  # one that a forward itself runs
         me, task = threading.get_ident(), torch._C._current_graph_task_id()
+        if task == -1 or self._is_closed:
+            return
         under_way = self._backward if self._backward is not None and self._backward.end() is not None else None
         if under_way is not None and (under_way.thread == me or under_way.task == task):
             return  # inside one
+        if self._hooks.is_computing and self._in_backward == [False]:
+            return  # one that a forward itself runs
 
         # Torch holds it until it has called it, or the backward has raised: then nobody else tells us.
         def end() -> None:

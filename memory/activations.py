@@ -139,11 +139,12 @@ class ActivationStore:
         self._memories: dict[int, Memory] = {}  # by id, oldest first
         self._by_key: dict[int, Memory] = {}  # by storage, while it is in the first tier
         self._leaving: deque[Memory] = deque()
+        self._away: set[int] = set()  # ids of those that are not in the first tier
 
     @property
     def nbytes(self) -> int:
         """Bytes of the first tier that saved tensors hold."""
-        return self._ledger.holders(self._first).get(ACTIVATIONS, 0)
+        return self._ledger.held(self._first, ACTIVATIONS)
 
     def add(self, tensor: Tensor, version: _Version) -> Activation:
         """Count a saved tensor. Raises OutOfMemoryError when there is no room for it anywhere."""
@@ -203,6 +204,7 @@ class ActivationStore:
     def recover(self) -> None:
         """After an interrupt, with nothing in flight any more: what was on the move is where it was."""
         self._leaving.clear()
+        self._away = {key for key, memory in self._memories.items() if memory.tier != self._first}
         for memory in self._memories.values():
             if memory.target is not None:
                 memory.target = memory.incoming = memory.arrival = None
@@ -222,7 +224,7 @@ class ActivationStore:
         """
         self.collect()
         for tier in self._ledger.tiers():
-            self._ledger.give(tier, ACTIVATIONS, self._ledger.holders(tier).get(ACTIVATIONS, 0))
+            self._ledger.give(tier, ACTIVATIONS, self._ledger.held(tier, ACTIVATIONS))
         self._is_closed = True
         first_error: IOEngineError | None = None
         for memory in list(self._memories.values()):
@@ -235,6 +237,7 @@ class ActivationStore:
                 if memory.tier != self._first:
                     first_error = first_error or error
         self._memories.clear()
+        self._away.clear()
         self._by_key.clear()
         if first_error is not None:
             raise first_error
@@ -310,6 +313,8 @@ class ActivationStore:
             raise
 
     def _prefetch(self, memory: Memory) -> None:
+        if not self._away:
+            return
         room = WINDOW_NBYTES
         older = list(self._memories.values())
         for other in reversed(older[: next((i for i, m in enumerate(older) if m is memory), 0)]):
@@ -349,6 +354,7 @@ class ActivationStore:
         # An interrupt comes at a call, so none falls between these lines.
         memory.tensor = memory.incoming if target != "disk" else None
         memory.tier, memory.target, memory.incoming, memory.arrival = target, None, None, None
+        self._note_tier(memory)
         if before == "disk":
             self._free_extent(memory)
         else:
@@ -379,7 +385,14 @@ class ActivationStore:
             self._free_extent(memory)
         else:
             self._give(memory.tier, memory.nbytes)
+        self._away.discard(id(memory))
         memory.tensor = None
+
+    def _note_tier(self, memory: Memory) -> None:
+        if memory.tier == self._first:
+            self._away.discard(id(memory))
+        else:
+            self._away.add(id(memory))
 
     def _free_extent(self, memory: Memory) -> None:
         extent, memory.extent = memory.extent, None  # first: after an interrupt it must not be freed again

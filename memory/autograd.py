@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -42,6 +43,12 @@ class Packed(Protocol):
     def unpack(self) -> Tensor: ...
 
 
+@cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=dtype, device=device)
+
+
 class Version:
     """A version counter without the memory: whether a tensor was changed in place since."""
 
@@ -50,7 +57,7 @@ class Version:
     def __init__(self, tensor: Tensor) -> None:
         self._then = tensor._version
         self._probe = tensor.detach()
-        self._probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # keeps the counter only
+        self._probe.data = _nothing(tensor.dtype, tensor.device)  # keeps the counter only
 
     def check(self) -> None:
         """Raise what torch raises."""

@@ -121,6 +121,10 @@ class Ledger:
             held = list(self._tiers[tier].holders.items())
         return dict(sorted(held, key=lambda item: (-item[1], item[0])))
 
+    def held(self, tier: str, holder: str) -> int:
+        """Return how much one holder has now."""
+        return self._tiers[tier].holders.get(holder, 0)
+
     def note(self, name: str, nbytes: int) -> None:
         """Write down bytes that no budget covers (the interpreter's baseline), for reports."""
         with self._lock:

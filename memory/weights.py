@@ -336,6 +336,8 @@ def find_chunks(
 def span_of(tensor: Tensor) -> tuple[int, int]:
     """First byte and end of what a strided tensor covers of its storage."""
     start = int(tensor.storage_offset()) * tensor.element_size()
+    if tensor.is_contiguous():
+        return start, start + tensor.numel() * tensor.element_size()
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (reach + 1) * tensor.element_size()
 
