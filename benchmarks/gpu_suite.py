@@ -298,7 +298,6 @@ def check_larger(suite: Suite, folder: Path, vocab: int, to_device_bytes_per_s: 
 
 
 def check_models(suite: Suite, workdir: Path, to_device_bytes_per_s: float) -> None:
-    sys.path.insert(0, str(ROOT))  # a script's path has its own folder only
     from tests.tiny_models import VOCAB
     from tests.tiny_models import write_checkpoint as write_tiny
 
@@ -335,7 +334,8 @@ def check_zoo(suite: Suite) -> None:
                     with tempfile.TemporaryDirectory() as folder:
                         check_training(reference, Budget(suite.device_name, share, share is None), Path(folder))
                 except Exception as error:
-                    failures.append(f"{name} ({share}): {type(error).__name__}: {str(error).splitlines()[0]}")
+                    (message, *_) = str(error).splitlines() or ["no message"]
+                    failures.append(f"{name} ({share}): {type(error).__name__}: {message}")
     finally:
         torch.use_deterministic_algorithms(False)
     for failure in failures:
@@ -407,6 +407,7 @@ def check_step(suite: Suite, to_device_bytes_per_s: float) -> None:
 
 
 def main() -> None:
+    sys.path.insert(0, str(ROOT))  # for the tests' models: a script's path has its own folder only
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto", help="auto (default), cuda, cuda:1, xpu or emulated")
     parser.add_argument("--tiny", action="store_true", help="seconds instead of minutes")

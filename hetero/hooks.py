@@ -100,7 +100,8 @@ class PassHooks:
     def start(self, frame: FrameType) -> None:
         """Install, with the forward of the whole model under way: it ends with this frame."""
         self.install()
-        self._begin(self._root, frame)
+        with unseen():
+            self._begin(self._root, frame)
 
     def _before(self, module: nn.Module, args: Any) -> None:
         if not _is_transformed():  # first: torch.compile traces this line, and nothing after it
@@ -111,7 +112,7 @@ class PassHooks:
         if self._members.get(id(module)) is not module:
             return
         me = threading.get_ident()
-        is_outermost = not self._stack or self._thread != me or _is_over(self._frame)
+        is_outermost = not self.is_computing
         if is_outermost:
             if torch._C._current_graph_task_id() != -1:
                 self._listener.begin_backward()  # its turn outlasts that of the pass
@@ -130,7 +131,7 @@ class PassHooks:
             raise
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if _is_transformed() or self._thread != threading.get_ident():
+        if _is_transformed() or not self.is_computing:
             return
         if not any(entered is module for entered, _ in self._stack):
             return

@@ -18,7 +18,10 @@ from hetero.memory.unseen import unseen
 
 
 class Borrower(Protocol):
-    """Who can show a parameter's bytes on the device: the streaming."""
+    """Who can show a parameter's bytes on the device: the run."""
+
+    def is_computing(self) -> bool:
+        """Whether this thread is inside a pass."""
 
     def borrow(self, parameters: list[nn.Parameter]) -> Callable[[], None] | None:
         """Keep them there until what is returned is called. None: there is nothing to do. Blocks. Raises
@@ -57,7 +60,7 @@ class OutsideReads(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         mine = {id(p): p for p in self._ours(args)} | {id(p): p for p in self._ours(kwargs.values())}
-        if not mine:
+        if not mine or not self._borrower.is_computing():  # an interrupted pass has left the mode on its thread
             return func(*args, **kwargs)
         if getattr(func, "__name__", "") in ("__get__", "__set__"):
             if func == _get_device:

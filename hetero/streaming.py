@@ -7,31 +7,30 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
-from functools import partial
 from time import perf_counter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from hetero.copies import Copies
 from hetero.io.engine import Engine
 from hetero.io.errors import OutOfMemoryError
 from hetero.io.scratch import ScratchStore
 from hetero.memory.budget import Ledger
 from hetero.memory.chunk import align_up
-from hetero.memory.device import ArenaLike, Device
+from hetero.memory.device import Device
 from hetero.memory.executor import Executor
 from hetero.memory.homes import WEIGHTS, Homes
 from hetero.memory.kept import KeptViews
 from hetero.memory.pipeline import InterruptedPassError
 from hetero.memory.plan_types import Plan
-from hetero.memory.residency import alias
 from hetero.memory.ring import Ring
 from hetero.memory.schedule import Run
 from hetero.memory.states import ExecutorStats, Residency
 from hetero.memory.weights import Place, WeightChunk, num_holders, span_of
 
-RING, COPIES = "ring", "copies outside the ring"
+RING = "ring"
 NUM_SPANS_KEPT = 1 << 16
 
 
@@ -70,7 +69,6 @@ class Streaming:
         self.num_unleased = 0
         self._collect_after_s = 0.0
         self._device, self._engine, self._store, self._ledger = device, engine, store, ledger
-        self._reserve = reserve
         self._parameters = list(model.parameters())
         self._chunk_of = by_parameter = {id(view.parameter): chunk for chunk in chunks for view in chunk.views}
         self.own = {
@@ -91,12 +89,10 @@ class Streaming:
         self._slot_owners: dict[int, WeightChunk] = {}
         self._is_remote = device.torch_device.type != "cpu"
         self._num_users: Counter[int] = Counter()  # of chunks that stay
-        self._copies: dict[int, ArenaLike] = {}
-        self._dead_copies: deque[int] = deque()
+        self._copies = Copies(device, ledger, self.first, reserve)
         self._homes_at: dict[int, list[WeightChunk]] = {}
         self._num_moves_seen = -1
         self._phase = ""  # the one that runs
-        self._stayed_at_start: set[int] = set()
         self.kept_views = KeptViews({chunk.chunk_id: chunk for chunk in chunks}, device.torch_device)
 
     @property
@@ -272,10 +268,7 @@ class Streaming:
             self.executor = None
             self._device.synchronize()
             self._rings.close()
-            self._forget_slots()
-
-    def _forget_slots(self) -> None:
-        self._slot_owners = {a: chunk for a, chunk in self._slot_owners.items() if a in self._copies}
+            self._slot_owners.clear()
 
     def shrink(self) -> None:
         """Between passes: give back what the rings have beyond the largest moment. Blocks."""
@@ -293,12 +286,12 @@ class Streaming:
             self.make_host_room(align_up(max(staging_nbytes, 4096)))
         self.open_executor(ring_nbytes, staging_nbytes)
 
-    def make_room(self, nbytes: int, computing: Sequence[WeightChunk] = ()) -> bool:
+    def make_room(self, nbytes: int) -> bool:
         """Send weights out of the first tier until `nbytes` are free, if so many can go. Between or in passes.
 
-        True if any went. Those of the module that is `computing` can go although torch looks at them now: their memory
-        is free when the operation ends.
+        True if any went.
         """
+        self._copies.collect()
         num_moves = self.homes.num_moves
         need = nbytes + (0 if self.executor is not None else align_up(max(self.ring_nbytes, 4096)))
         for chunk in self.chunks:  # those that backward needs last
@@ -309,13 +302,15 @@ class Streaming:
                 if goal is None:
                     continue
                 num_before = self.homes.num_moves
-                is_torch_alone = chunk in computing and chunk.chunk_id not in self._stayed_at_start
-                self.homes.move(chunk, goal, is_watched_by_torch_alone=is_torch_alone)
+                self.homes.move(chunk, goal)
                 if self.executor is not None and goal is Place.CPU and self.homes.num_moves > num_before:
                     self.executor.set_host(chunk.chunk_id, chunk.host_range)
+        self._ensure_executor()
+        return self.homes.num_moves > num_moves
+
+    def _ensure_executor(self) -> None:
         if self.executor is None and self.streamed:
             self._reopen(self.ring_nbytes, self.staging_nbytes)
-        return self.homes.num_moves > num_moves
 
     def make_host_room(self, nbytes: int) -> None:
         """Behind a gpu tier, send weights from RAM to disk until `nbytes` are free there, if so many can go. Between
@@ -335,7 +330,8 @@ class Streaming:
             self.open_executor(sizes[0], max(sizes[1], self.staging_nbytes))
 
     def _below(self, chunk: WeightChunk) -> Place | None:
-        if self.first == "gpu" and self._ledger.can_take("cpu", chunk.nbytes):
+        gradient_nbytes = chunk.trainable_nbytes if self._is_remote else 0  # goes where its weight is
+        if self.first == "gpu" and self._ledger.can_take("cpu", chunk.nbytes + gradient_nbytes):
             return Place.CPU
         return Place.DISK if self.homes.has_disk else None
 
@@ -352,13 +348,14 @@ class Streaming:
             chunk.forget_leases()
             chunk.adopt()
         self._rings.close()
-        self._forget_slots()
+        self._slot_owners.clear()
         for tier in self._ledger.tiers():
             self._ledger.correct(tier, RING, 0)
             held = sum(chunk.nbytes for chunk in self.chunks if self.homes.tier_of(chunk.place) == tier)
             self._ledger.correct(tier, WEIGHTS, held if tier != "disk" else 0)
         if self.streamed:
-            self._reopen(*self._ring_sizes)
+            ring_nbytes, staging_nbytes = self._ring_sizes
+            self._reopen(max(ring_nbytes, self._largest_moment(self.streamed)), staging_nbytes)
 
     def adopt(self) -> None:
         """Between passes: see what users have put in the place of weights."""
@@ -377,9 +374,10 @@ class Streaming:
         Views of slots that somebody keeps get today's values when one begins.
         """
         self._phase = phase
+        self._copies.collect()
         if phase:
-            self._stayed_at_start = {chunk.chunk_id for chunk in self.staying()}
             self.kept_views.refresh()
+            self._copies.refresh()
         if self.executor is not None:
             self.executor.restart(runs)
             for chunk in self.streamed:
@@ -405,7 +403,7 @@ class Streaming:
         """Open slots, whose numbers are returned, or copies. None: homes can be computed on, and there is no slot."""
         if self.executor is None:  # the plan had never seen them used
             with suppress(OutOfMemoryError):
-                self.make_room(0)
+                self._ensure_executor()
         executor, entries = self.executor, None
         ids = tuple(chunk.chunk_id for chunk in chunks)
         if executor is not None and all(self._is_fresh(chunk) for chunk in chunks):
@@ -421,12 +419,10 @@ class Streaming:
             if not entry.views:
                 entry.views.update(enumerate(chunk.views_of(chunk.in_slot(executor.bytes_of(entry)))))
             self._slot_owners[entry.space.address] = chunk
-            entry.version = chunk.version
             content = None
             if self._phase not in chunk.phases_checked and not chunk.is_written_unseen and not chunk.num_open:
                 content = chunk.in_slot(executor.bytes_of(entry))
-            is_readable = content is not None and content.device.type == "cpu"
-            chunk.open([entry.views[i] for i in range(len(chunk.views))], content if is_readable else None)
+            chunk.open([entry.views[i] for i in range(len(chunk.views))], content)
         return ids
 
     def release(self, lease: Lease) -> None:
@@ -442,6 +438,12 @@ class Streaming:
             if chunk.version != chunk.counter() and executor.drop(chunk.chunk_id):  # written, and gone home
                 chunk.version = chunk.counter()
 
+    def is_shown(self, parameter: nn.Parameter) -> bool:
+        """Whether compute can read a parameter now, and as long as its module's lease lasts."""
+        chunk = self._chunk_of.get(id(parameter))
+        is_held = chunk is None or chunk.num_open > 0 or self._num_users[chunk.chunk_id] > 0
+        return is_held and parameter.device.type == self._device.torch_device.type
+
     def borrow(self, parameters: Sequence[nn.Parameter]) -> tuple[tuple[int, ...], Callable[[], None]] | None:
         """Keep parameters where compute can read them, outside their own module's lease, until the function that is
         returned is called: chunks (whose numbers are returned) leased, what is away copied. None: they are there, and
@@ -449,14 +451,7 @@ class Streaming:
         chunks = dict.fromkeys(self._chunk_of[id(p)] for p in parameters if id(p) in self._chunk_of)
         wanted = tuple(c for c in chunks if not c.num_open and not self._num_users[c.chunk_id])
         lease = self.lease(wanted)
-        shown = []
-        for parameter in parameters:
-            if parameter.device.type == "cpu":  # memory of the user's own
-                theirs = parameter.data
-                parameter.data = theirs.to(self._device.torch_device)
-                shown.append((parameter, theirs, parameter._version))
-        if lease is None and not shown:
-            return None
+        shown: list[tuple[nn.Parameter, Tensor, int]] = []
 
         def give_back() -> None:
             for parameter, theirs, version in shown:
@@ -466,33 +461,22 @@ class Streaming:
             if lease is not None:
                 self.release(lease)
 
+        try:
+            for parameter in parameters:
+                if parameter.device.type == "cpu":  # memory of the user's own
+                    theirs = parameter.data
+                    parameter.data = theirs.to(self._device.torch_device)
+                    shown.append((parameter, theirs, parameter._version))
+        except BaseException:
+            give_back()
+            raise
+        if lease is None and not shown:
+            return None
         return tuple(chunk.chunk_id for chunk in wanted), give_back
 
     def _copy_of(self, chunk: WeightChunk) -> Tensor:
-        """The chunk's bytes where compute can read them, booked until their last alias has died. Blocks."""
-        self._free_dead_copies()
-        if not self._is_remote or chunk.base.device.type != "cpu":
-            return chunk.base
-        self._reserve(self.first, COPIES, chunk.slot_nbytes)
-        try:
-            arena = self._device.allocate(chunk.slot_nbytes, name=chunk.name)
-        except BaseException:
-            self._ledger.give(self.first, COPIES, chunk.slot_nbytes)
-            raise
-        self._copies[arena.address] = arena
-        self._slot_owners[arena.address] = chunk
-        on_death = partial(self._dead_copies.append, arena.address)
-        slot = alias(arena.address, chunk.slot_nbytes, self._device.torch_device, on_death, (arena.keeper,))
-        where = arena.address + chunk.residue
-        self._device.copy(where, chunk.base.data_ptr(), chunk.nbytes, to_device=True).synchronize()
-        return chunk.in_slot(slot)
-
-    def _free_dead_copies(self) -> None:
-        while self._dead_copies:
-            address = self._dead_copies.popleft()
-            chunk, arena = self._slot_owners.pop(address), self._copies.pop(address)
-            arena.close()
-            self._ledger.give(self.first, COPIES, chunk.slot_nbytes)
+        """The chunk's bytes where compute can read them: the home itself if it can."""
+        return self._copies.make(chunk) if self._is_remote and chunk.base.device.type == "cpu" else chunk.base
 
     def view(self, chunk: WeightChunk, make: Callable[[Tensor], Tensor]) -> Tensor:
         """`make` of the chunk's bytes, leased meanwhile. What it returns keeps the slot by its life."""
@@ -506,7 +490,6 @@ class Streaming:
         del entries
         try:
             self._slot_owners[entry.space.address] = chunk
-            entry.version = chunk.version
             return make(chunk.in_slot(executor.bytes_of(entry)))
         finally:
             del entry
@@ -555,7 +538,7 @@ class Streaming:
     def find(self, tensor: Tensor) -> tuple[WeightChunk, int] | None:
         """The chunk whose bytes a tensor views, in a slot or at home, and where in them it begins."""
         address = tensor.untyped_storage().data_ptr()
-        owner = self._slot_owners.get(address)
+        owner = self._slot_owners.get(address) or self._copies.owner(address)
         if owner is not None:
             start, end = span_of(tensor)
             start -= owner.residue
@@ -590,7 +573,7 @@ class Streaming:
     def close(self, tell: Callable[[int], None]) -> None:
         """Give the model its memory back. Blocks."""
         self.close_executor()
-        self._free_dead_copies()
+        self._copies.collect()
         self.kept_views.forget()
         self.homes.restore(tell)
 

@@ -6,7 +6,6 @@ import sys
 import threading
 from collections.abc import Callable
 from time import monotonic, sleep
-from types import FrameType
 
 import torch
 from torch.autograd.graph import _engine_run_backward
@@ -78,9 +77,5 @@ def waits_for_this(thread: int) -> bool:
     frame = sys._current_frames().get(thread)
     if frame is None or frame.f_code is not _start_backward or torch._C._current_graph_task_id() == -1:
         return False
-    mine: FrameType | None = sys._getframe()
-    while mine is not None:
-        if mine.f_code is _start_backward:
-            return False  # one of this thread's own
-        mine = mine.f_back
-    return True
+    me = threading.get_ident()
+    return all(known.ident != me for known in threading.enumerate())  # those that Python started run their own

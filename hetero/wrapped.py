@@ -100,6 +100,7 @@ class WrappedRun:
         self._names = {id(module): path or type(module).__name__ for path, module in model.named_modules()}
         moving = {id(view.parameter) for chunk in chunks for view in chunk.views}
         others = [p for p in model.parameters() if id(p) not in moving] + list(model.buffers())
+        self._others = others if device.torch_device.type != "cpu" else []
         self._others_nbytes = _nbytes(others)
         self._trainable_nbytes = _nbytes([p for p in model.parameters() if p.requires_grad])
         self._persistent: set[int] = set()
@@ -129,17 +130,19 @@ class WrappedRun:
             )
             self._saved = SavedTensors(self, self.activations)
             self.streaming.enter(self._tell("moving weights to disk"))
+            for tensor in self._others:
+                tensor.data = tensor.data.to(device.torch_device)
         except BaseException:
             with resources:
+                self._bring_others_home()
                 self.streaming.close(lambda _: None)
             raise
         self._planner = IterationPlanner(
             self.streaming, self.recorder, ledger=self.ledger, limits=limits, links=links, names=self._names
         )
-        self._others = others if device.torch_device.type != "cpu" else []
-        self._gradients = Gradients(model.parameters(), chunks) if device.torch_device.type != "cpu" else None
-        for tensor in self._others:
-            tensor.data = tensor.data.to(device.torch_device)
+        self._gradients = None
+        if device.torch_device.type != "cpu":
+            self._gradients = Gradients(model.parameters(), chunks, device.torch_device)
         self.plan = self._planner.describe(None)
         self._hooks = PassHooks(model, self)
         self._hooks.install()
@@ -207,6 +210,7 @@ class WrappedRun:
             self.streaming.adopt()
             if has_grad:
                 self._begin_training()
+                self._book_gradients_at_home()
             if self._is_due:
                 self._make_plan()
             self._settle_gradients()
@@ -257,6 +261,8 @@ class WrappedRun:
 
     def borrow(self, parameters: Sequence[nn.Parameter]) -> Callable[[], None] | None:
         """As `Streaming.borrow`, seen as a use of the chunks."""
+        if all(map(self.streaming.is_shown, parameters)):
+            return None
         self.recorder.request()
         borrowed = self.streaming.borrow(parameters)
         if borrowed is None:
@@ -264,6 +270,9 @@ class WrappedRun:
         chunk_ids, give_back = borrowed
         self.recorder.grant("read outside its module", chunk_ids)
         return give_back
+
+    def is_computing(self) -> bool:
+        return self._hooks.is_computing and not self._is_closed
 
     def leave(self, lease: Lease | None) -> None:
         if lease is not None:
@@ -284,7 +293,6 @@ class WrappedRun:
             self._gradients.watch()
         if not self.ledger.held(self.streaming.first, GRADIENTS) and self._trainable_nbytes:
             self._reserve(self.streaming.first, GRADIENTS, self._trainable_nbytes)
-        self._book_gradients_at_home()
         # Not those of chunks: when one moves, what is saved next may get its old memory.
         moving = {id(view.parameter) for chunk in self.streaming.chunks for view in chunk.views}
         fixed = [p for p in self.model.parameters() if id(p) not in moving]
@@ -421,13 +429,13 @@ class WrappedRun:
     def _reserve(self, tier: str, holder: str, nbytes: int) -> None:
         """Book bytes; weights make room first, then saved activations. Raises OutOfMemoryError."""
         if tier == self.streaming.first and nbytes > self.ledger.free(tier):
-            if self.streaming.make_room(nbytes, self.computing()):
+            if self.streaming.make_room(nbytes):
                 self._is_due = True
             short = nbytes - self.ledger.free(tier)
             if short > 0:
                 self.activations.make_room(short)
             if nbytes > self.ledger.free(tier) and self.streaming.collect_onlookers():
-                self._is_due |= self.streaming.make_room(nbytes, self.computing())
+                self._is_due |= self.streaming.make_room(nbytes)
         self._is_short |= holder == ACTIVATIONS and not self.ledger.can_take(tier, nbytes)
         try:
             self.ledger.take(tier, holder, nbytes)
@@ -528,11 +536,16 @@ class WrappedRun:
             finally:
                 tell = self._tell("giving the model its memory back")
                 total_nbytes = sum(chunk.nbytes for chunk in self.streaming.chunks)
-                self.streaming.close(lambda done_nbytes: tell(done_nbytes, total_nbytes))
-                for tensor in self._others:
-                    tensor.data = tensor.data.cpu()
-                if self._gradients is not None:
-                    self._gradients.close()
+                try:
+                    self.streaming.close(lambda done_nbytes: tell(done_nbytes, total_nbytes))
+                finally:
+                    self._bring_others_home()
+                    if self._gradients is not None:
+                        self._gradients.close()
+
+    def _bring_others_home(self) -> None:
+        for tensor in self._others:
+            tensor.data = tensor.data.cpu()
 
     def __enter__(self) -> Self:
         return self

@@ -78,7 +78,10 @@ class Plain:
     __slots__ = ("_tensor", "_then")
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor.detach()  # shares the version counter
+        detached = tensor.detach()  # shares the version counter
+        if type(tensor) is not type(detached) and not isinstance(tensor, torch.nn.Parameter):
+            detached = detached.as_subclass(type(tensor))
+        self._tensor = detached
         self._then = tensor._version
 
     def unpack(self) -> Tensor:

@@ -36,7 +36,9 @@ class Gradients:
     For devices whose tensors are not the CPU's; on the CPU there is nothing to do. `settle` blocks while bytes cross.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], chunks: Iterable[WeightChunk]) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], chunks: Iterable[WeightChunk], device: torch.device) -> None:
+        """`device` is where forwards compute."""
+        self._device = device
         self._parameters = {id(parameter): parameter for parameter in parameters}
         self._views = {id(view.parameter): (chunk, i) for chunk in chunks for i, view in enumerate(chunk.views)}
         self._handles: dict[int, Any] = {}
@@ -108,7 +110,8 @@ class Gradients:
         is_first = key not in self._parts
         if is_first:
             self._parts[key] = []
-        if there is None or (there.device == gradient.device == self._home_of(parameter)):
+        places = (gradient.device, self._home_of(parameter), self._device)
+        if there is None or all(there.device.type == place.type for place in places):
             return
         with torch.no_grad():
             if is_first and key not in self._earlier:
@@ -128,8 +131,8 @@ class Gradients:
             self._follow(optimizer)
 
     def _follow(self, optimizer: Optimizer) -> None:
-        """Bring an optimizer's states to their weights: those of the weight's shape, and steps that must lie beside it
-        (https://docs.pytorch.org/docs/stable/optim.html: `fused` and `capturable` count on the device)."""
+        """Bring an optimizer's states to their weights, and steps where they must lie beside them: `fused` and
+        `capturable` count on the device (https://docs.pytorch.org/docs/stable/optim.html)."""
         for group in optimizer.param_groups:
             takes_steps = bool(group.get("fused") or group.get("capturable"))
             for parameter in group["params"]:
@@ -137,7 +140,7 @@ class Gradients:
                     continue
                 states = optimizer.state[parameter]
                 for name, value in states.items():
-                    if isinstance(value, Tensor) and (value.shape == parameter.shape or takes_steps):
+                    if isinstance(value, Tensor) and (name != "step" or takes_steps):
                         states[name] = _moved(value, parameter.device)
 
 

@@ -20,11 +20,10 @@ from hetero.io.scratch import ScratchStore
 from hetero.memory.device import ArenaLike, Device
 from hetero.memory.ledger import Ledger
 from hetero.memory.onlookers import Onlookers
-from hetero.memory.residency import MappedFile, alias
+from hetero.memory.residency import MappedFile, alias, nothing
 from hetero.memory.weights import Place, WeightChunk
 
 WEIGHTS = "weights"
-_nothing = [].clear  # aliases of homes keep their memory themselves; C code, so that no interrupt is lost in it
 
 
 class Homes:
@@ -78,20 +77,17 @@ class Homes:
         """Book a chunk where it is."""
         self._ledger.take(self.tier_of(chunk.place), WEIGHTS, chunk.nbytes)
 
-    def move(
-        self, chunk: WeightChunk, place: Place, *, is_booked: bool = True, is_watched_by_torch_alone: bool = False
-    ) -> None:
+    def move(self, chunk: WeightChunk, place: Place, *, is_booked: bool = True) -> None:
         """Bring a chunk's home to `place`. Blocks. Raises OutOfMemoryError and IOEngineError with nothing changed.
 
         No copy of the chunk may be in the making: the executor must have dropped it. `is_booked`: the ledger has it
-        where it is now. A home that has to stay does, and nothing is changed, Note [homes that stay]; it need not for
-        what torch looks at while an operation runs.
+        where it is now. A home that has to stay does, and nothing is changed, Note [homes that stay].
         """
         if chunk.place is place:
             return
         chunk.adopt()
         before = chunk.place
-        if chunk.is_elsewhere or (self._onlookers.is_watched(chunk) and not is_watched_by_torch_alone):
+        if self.stays(chunk):
             return
         if place is not Place.DISK:
             self._ledger.take(self.tier_of(place), WEIGHTS, chunk.nbytes)
@@ -122,7 +118,7 @@ class Homes:
             arena = self._device.allocate(chunk.slot_nbytes, name=chunk.name)
             try:
                 where = arena.address + chunk.residue, chunk.nbytes
-                base = alias(*where, self._device.torch_device, _nothing, (arena.keeper,))
+                base = alias(*where, self._device.torch_device, nothing, (arena.keeper,))
                 host = chunk.base if chunk.place is Place.CPU else self._read(chunk)
                 self._device.copy(base.data_ptr(), host.data_ptr(), chunk.nbytes, to_device=True).synchronize()
             except BaseException:
@@ -157,7 +153,7 @@ class Homes:
         source = chunk.base if chunk.base.device.type == "cpu" else chunk.base.cpu()
         offset = chunk.extent.offset + chunk.residue
         self._transfer(Request(self._store.file, offset, chunk.nbytes, source.data_ptr(), write=True), source)
-        return alias(self._map.address + offset, chunk.nbytes, torch.device("cpu"), _nothing, (self._map,))
+        return alias(self._map.address + offset, chunk.nbytes, torch.device("cpu"), nothing, (self._map,))
 
     def _transfer(self, request: Request, memory: Tensor) -> None:
         try:

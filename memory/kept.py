@@ -3,7 +3,7 @@
 Note [kept views]
     A module may keep a view of its weight from one forward to the next (`self._wt = self.weight.t()`). Plainly that is
     the weight; here it is a slot that the chunk has left, kept from reuse by the view. So when a pass or a backward
-    begins, the slots whose chunk was written since they were filled are filled again from its home. Nothing else
+    begins, such slots are filled again from their chunks' homes (a write through `.data` shows nowhere). Nothing else
     writes to such a slot: it is not given out before the view dies, and nothing is read ahead between passes. The copy
     is an operation of the compute queue, so whatever computed with the view before comes first, and all else after.
     Between passes a kept view shows the values of the last one. What is written through it stays in the slot, and is
@@ -17,11 +17,9 @@ from collections.abc import Mapping
 import torch
 
 from hetero.memory.executor import Executor
-from hetero.memory.residency import alias
+from hetero.memory.residency import alias, nothing
 from hetero.memory.states import Residency
 from hetero.memory.weights import WeightChunk
-
-_nothing = [].clear
 
 
 class KeptViews:
@@ -53,10 +51,6 @@ class KeptViews:
 
     def _refresh(self, entry: Residency) -> None:
         chunk = self._chunks[entry.chunk.chunk_id]
-        version = chunk.counter()
-        if entry.version == version and not chunk.is_written_unseen:
-            return
         address = entry.space.address + chunk.residue
         with torch.no_grad(), torch.inference_mode(False):
-            alias(address, chunk.nbytes, self._torch_device, _nothing).copy_(chunk.base)
-        entry.version = version
+            alias(address, chunk.nbytes, self._torch_device, nothing).copy_(chunk.base)

@@ -26,11 +26,11 @@ class Onlookers:
     def __init__(self, chunks: Sequence[WeightChunk], others: Iterable[Tensor]) -> None:
         self._chunks = list(chunks)
         storages = Counter(_storage_of(chunk.base) for chunk in chunks)
-        self._neighbours: dict[int, list[WeightChunk]] = {}
+        groups: dict[int, list[WeightChunk]] = {}
         for chunk in chunks:  # a home that has moved is alone on its storage, so later none join
             if storages[_storage_of(chunk.base)] > 1:
-                self._neighbours.setdefault(_storage_of(chunk.base), []).append(chunk)
-        self._groups = {chunk.chunk_id: group for group in self._neighbours.values() for chunk in group}
+                groups.setdefault(_storage_of(chunk.base), []).append(chunk)
+        self._groups = {chunk.chunk_id: group for group in groups.values() for chunk in group}
         plain = [tensor for tensor in others if tensor.layout is torch.strided and type(tensor.data) is Tensor]
         self._others = [tensor for tensor in plain if _storage_of(tensor) in storages]
 

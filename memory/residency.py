@@ -28,6 +28,10 @@ BLOCK_NBYTES = 2 << 20  # physical memory behind a placeholder, up to MAX_MAPPIN
 MAX_MAPPINGS = 8192  # Linux allows 65530 per process (vm.max_map_count); stay far below
 
 
+nothing = [].clear
+"""What happens when an alias dies that nobody waits for. C code, so that no interrupt is lost in it."""
+
+
 def alias(
     address: int,
     nbytes: int,

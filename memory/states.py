@@ -51,7 +51,7 @@ class Residency:
 
     __slots__ = (
         "chunk", "error", "fence", "index", "is_abandoned", "is_outlived", "leases", "num_uses", "read", "ready_event",
-        "space", "state", "tensor", "uses", "version", "views",
+        "space", "state", "tensor", "uses", "views",
     )  # fmt: skip
 
     def __init__(self, chunk: Chunk, space: Space, index: int, num_uses: int) -> None:
@@ -69,7 +69,6 @@ class Residency:
         self.is_abandoned = False
         self.is_outlived = False  # by a tensor that somebody else keeps
         self.tensor: torch.Tensor | None = None
-        self.version: int | None = None  # of the home that its bytes are from, if that can change
         self.views: dict[object, torch.Tensor] = {}
 
     @classmethod

@@ -8,9 +8,7 @@ Note [homes are memory]
     1. Copies of a home exist only inside a pass; `Executor.restart` drops them at its ends.
     2. What a forward writes to a leased slot is copied home when the lease ends, if a version counter shows it or the
        chunk is known to be written unseen, Note [unseen writes].
-    A home that tensors outside
-    the model look at does not move (`Homes.stays`), until the end: what somebody still holds then is a copy of the
-    values it had.
+    What tensors outside the model look at does not move, Note [homes that stay] in homes.py.
     Mapped pages and direct reads agree: before a direct read the kernel writes dirty pages of the range to the file,
     and a direct write drops the range's clean ones.
 
@@ -136,6 +134,12 @@ class WeightChunk:
         """Whether `share_memory()` took the home's storage elsewhere, with all that look at it. It stays there."""
         return self.base.data_ptr() != self._address
 
+    @property
+    def trainable_nbytes(self) -> int:
+        """Of the gradients that its parameters can get."""
+        parameters = [view.parameter for view in self.views]
+        return sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
+
     def refer(self, saved: object) -> None:
         """Know of a saved tensor that means this chunk, as long as it lives. Its end is noted in C alone, so that an
         interrupt has no line of Python to be lost in."""
@@ -154,8 +158,8 @@ class WeightChunk:
         self.base, self.home, self.place, self._address = base, home, place, address
 
     def open(self, slot: Sequence[Tensor], content: Tensor | None = None) -> None:
-        """Show leased bytes. Leases nest. No parameter may be away. `content`: all bytes of the slot, in memory of the
-        CPU, to see unseen writes by, Note [unseen writes]."""
+        """Show leased bytes. Leases nest. No parameter may be away. `content`: all bytes of the slot, to see
+        unseen writes by, Note [unseen writes]."""
         self.num_open += 1
         if self.num_open == 1 and content is not None:
             self._content = content, _checksum(content)
@@ -259,7 +263,7 @@ def num_holders(tensor: Tensor) -> int:
 
 
 def _checksum(content: Tensor) -> int:
-    return zlib.crc32(content.numpy().data)
+    return zlib.crc32(content.cpu().numpy().data)
 
 
 def view_matches(parameter: nn.Parameter, view: View) -> bool:

@@ -263,7 +263,7 @@ def test_a_model_from_pretrained_is_free_to_move(device: str, family: str, tmp_p
         assert_streamed(run)
 
 
-def test_a_copy_pins_nothing_and_a_graph_only_while_it_lives(device: str, tmp_path: Path) -> None:
+def test_a_copy_pins_nothing_nor_a_graph_that_has_ended(device: str, tmp_path: Path) -> None:
     model = tower()
     with tight(model, device, tmp_path) as run:
         twin, state = deepcopy(model), {name: p.clone() for name, p in model.state_dict().items()}

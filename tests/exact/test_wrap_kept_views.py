@@ -101,4 +101,46 @@ def test_kept_views_hold_no_more_memory_with_time(device: str, tmp_path: Path) -
         for module in model:
             module.kept = None
         session(model)
-    assert not run.streaming.kept_views.has_any
+        assert any(kept) and not run.streaming.kept_views.has_any
+
+
+def test_a_kept_view_shows_what_is_written_through_data(device: str, tmp_path: Path) -> None:
+    def forwards(model: Any) -> list[Any]:
+        seen = []
+        with torch.no_grad():
+            for step in range(NUM_STEPS):
+                seen.append(model(batch(step)[0]))
+                for p in model.parameters():
+                    p.data.mul_(0.9)
+        return seen
+
+    check(caching(), forwards, device, tmp_path, trains=False)
+
+
+@pytest.mark.parametrize("extra_nbytes", [0, 16 << 10, 64 << 10])
+def test_room_for_activations_does_not_part_a_weight_from_a_view_of_it(
+    device: str, extra_nbytes: int, tmp_path: Path
+) -> None:
+    def make() -> Any:
+        torch.manual_seed(0)
+        return nn.Sequential(*(module for _ in range(8) for module in (Caching(WIDTH, WIDTH), nn.Tanh())))
+
+    def losses(model: Any) -> list[Any]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        seen = []
+        for step in range(NUM_STEPS):
+            optimizer.zero_grad()
+            loss = model(batch(step, 64)[0]).square().mean()
+            backward(loss)
+            optimizer.step()
+            seen.append(loss.detach())
+        return seen
+
+    model = make()
+    weights = sum(p.nbytes for p in model.parameters())
+    first = 2 * weights + extra_nbytes
+    budgets: dict[str, Any] = {"cpu_memory": (2 << 20) + first}
+    if device == "emulated":
+        budgets = {"gpu_memory": first, "cpu_memory": (2 << 20) + 2 * weights}
+    with hetero.wrap(model, device=device, disk=tmp_path, **budgets):
+        assert_same(losses(model), losses(make()))

@@ -928,3 +928,32 @@ def test_wrap_refuses_no_torch_feature_silently(device: str, tmp_path: Path) -> 
         assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
         assert_streamed(run)
     assert isinstance(run, hetero.wrapped.WrappedRun)
+
+
+class Tagged(Tensor):
+    """A tensor that means something more."""
+
+
+class ScalesTagged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tag: Tensor) -> Tensor:
+        ctx.save_for_backward(tag)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (tag,) = ctx.saved_tensors
+        assert type(tag) is Tagged
+        return gradient * 2, None
+
+
+def test_a_saved_tensor_keeps_its_class(device: str, tmp_path: Path) -> None:
+    class Tagging(Tower):
+        def forward(self, x: Any) -> Any:
+            return ScalesTagged.apply(super().forward(x), torch.ones(3).as_subclass(Tagged))  # type: ignore[no-untyped-call]
+
+    torch.manual_seed(0)
+    model = Tagging()
+    with tight(model, device, tmp_path) as run:
+        backward(loss_of(model, 0))
+        assert run.stats().executor["num_leases"] > 0

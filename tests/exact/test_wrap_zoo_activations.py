@@ -18,7 +18,7 @@ from tests.exact.wrap_rig import Budget, Reference, assert_same, budgets_for, bu
 
 __all__ = ["quick"]  # a fixture, used by every test
 
-SMALL_ONES_NBYTES = 16 << 10
+SMALL_ONES_NBYTES = 32 << 10
 """What the footprint does not count, and the tests move all the same."""
 PLACES = {"cpu-disk": ("cpu", "disk"), "emulated-cpu": ("emulated", "cpu"), "emulated-disk": ("emulated", "disk")}
 

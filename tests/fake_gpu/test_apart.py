@@ -1,0 +1,231 @@
+"""Weights at home in RAM, compute on a GPU: what has to be right although the two are apart."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.utils.checkpoint import checkpoint
+
+import hetero
+from hetero.copies import COPIES
+from hetero.wrapped import WrappedRun
+from tests.exact.feature_rig import WIDTH, backward, batch, tower
+from tests.exact.test_wrap_hidden_writes import decay, writing
+from tests.fake_gpu.device import DEVICE
+
+NUM_STEPS = 4
+
+
+def wrapped(model: nn.Module, share: float, folder: Path, extra_nbytes: int = 100 << 10) -> WrappedRun:
+    """Room for a share of the weights on the GPU, and for all else in RAM."""
+    weights = sum(p.nbytes for p in model.parameters())
+    run: WrappedRun = hetero.wrap(
+        model,
+        device="emulated",
+        gpu_memory=int(weights * share) + extra_nbytes,
+        cpu_memory=(2 << 20) + 4 * weights,
+        disk=folder,
+    )
+    return run
+
+
+def on_device(step: int) -> Tensor:
+    return batch(step)[0].to(DEVICE)
+
+
+def check(
+    make: Callable[[], Any], session: Callable[[Any], list[Tensor]], share: float, folder: Path, **more: Any
+) -> None:
+    """The session on the device as a whole, and wrapped: equal, with weights that streamed."""
+    expected = session(make().to(DEVICE))
+    model = make()
+    with wrapped(model, share, folder, **more) as run:
+        found = session(model)
+        assert run.plan.num_streamed > 0
+    assert len(found) == len(expected)
+    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(found, expected, strict=True))
+
+
+def forwards(model: Any) -> list[Tensor]:
+    """Without gradients; weights change between them."""
+    seen = []
+    with torch.no_grad():
+        for step in range(NUM_STEPS):
+            seen.append(model(on_device(step)).cpu())
+            for parameter in model.parameters():
+                parameter.data.mul_(0.9)
+    return seen
+
+
+def test_what_a_forward_writes_through_data_comes_home(tmp_path: Path, no_leaks: None) -> None:
+    def session(model: Any) -> list[Tensor]:
+        with torch.no_grad():
+            return [model(on_device(step)).cpu() for step in range(NUM_STEPS)]
+
+    check(lambda: writing(decay), session, 0.3, tmp_path, extra_nbytes=40 << 10)
+
+
+class Cached(nn.Module):
+    """Two weights that the ring holds one by one only, and a view of one that is made once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.1)
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.kept: Any = None
+
+    def forward(self, x: Tensor) -> Any:
+        if self.kept is None:
+            self.kept = self.weight.t()
+        return self.last(x @ self.kept)
+
+
+def cached() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Cached() for _ in range(4)))
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.6, 0.7])
+def test_a_view_that_a_module_keeps_is_the_weight(share: float, tmp_path: Path, no_leaks: None) -> None:
+    check(cached, forwards, share, tmp_path, extra_nbytes=64 << 10)
+
+
+def test_a_copy_that_nobody_looks_at_is_free_after_the_pass(tmp_path: Path, no_leaks: None) -> None:
+    model = cached()
+    with torch.no_grad(), wrapped(model, 0.5, tmp_path, extra_nbytes=64 << 10) as run:
+        copy = run.streaming._copies.make(next(c for c in run.streaming.streamed))
+        assert run.ledger.held("gpu", COPIES) > 0
+        del copy
+        model(on_device(0))
+        for module in model:
+            module.kept = None
+        model(on_device(1))
+        for module in model:
+            module.kept = None
+        run.streaming.restart(())
+        assert run.ledger.held("gpu", COPIES) == 0
+
+
+def test_gradients_of_homes_and_of_slots_add_up_in_torchs_order(tmp_path: Path, no_leaks: None) -> None:
+    def session(model: Any) -> list[Tensor]:
+        seen = []
+        for step in range(3):
+            loss = model(on_device(step)).square().mean()
+            for parameter in model.parameters():
+                loss = loss + 0.01 * parameter.square().sum().to(DEVICE)
+            backward(loss)
+            seen += [parameter.grad.detach().cpu().clone() for parameter in model.parameters()]
+        return seen
+
+    check(tower, session, 1.4, tmp_path, extra_nbytes=200 << 10)
+
+
+def test_states_of_any_shape_follow_their_weights(tmp_path: Path, no_leaks: None) -> None:
+    def session(model: Any) -> list[Tensor]:
+        optimizer: torch.optim.Optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-2, foreach=False)
+        seen = []
+        for step in range(NUM_STEPS):
+            optimizer.zero_grad()
+            loss = model(on_device(step)).square().mean()
+            backward(loss)
+            optimizer.step()
+            seen += [loss.detach().cpu(), *(p.detach().cpu().clone() for p in model.parameters())]
+        return seen
+
+    check(tower, session, 1.4, tmp_path, extra_nbytes=200 << 10)
+
+
+class Sloping(nn.Module):
+    """A forward that runs a backward, through a checkpoint."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.enable_grad():
+            y = x.detach().requires_grad_()
+            energy: Any = checkpoint(self.first, y, use_reentrant=self.use_reentrant)
+            if self.use_reentrant:
+                energy.square().sum().backward()
+                slope = y.grad
+            else:
+                (slope,) = torch.autograd.grad(energy.square().sum(), y)
+        assert slope is not None
+        return self.second(x + slope.detach())
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_forward_runs_a_backward_through_a_checkpoint(use_reentrant: bool, tmp_path: Path, no_leaks: None) -> None:
+    def make() -> Any:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Sloping(use_reentrant) for _ in range(3)))
+
+    def session(model: Any) -> list[Tensor]:
+        with torch.no_grad():
+            return [model(on_device(step)).cpu() for step in range(NUM_STEPS)]
+
+    check(make, session, 0.4, tmp_path, extra_nbytes=40 << 10)
+
+
+def test_after_an_interrupt_the_state_is_at_home(tmp_path: Path, no_leaks: None) -> None:
+    model = tower()
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with torch.no_grad(), wrapped(model, 0.4, tmp_path, extra_nbytes=40 << 10) as run:
+        expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        for step in range(3):
+            model(on_device(step))
+        handle = model.blocks[3].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(on_device(0))
+        handle.remove()
+        held = run.ledger.used("gpu")
+        state = model.state_dict()
+        assert run.ledger.used("gpu") == held
+        assert all(torch.equal(state[name].cpu(), expected[name].cpu()) for name in expected)
+        del state
+
+
+def test_the_time_of_a_module_is_recorded_as_its_own(tmp_path: Path, no_leaks: None) -> None:
+    model = tower()
+    plain = model.blocks[0].up.forward
+
+    def slow(x: Tensor) -> Any:
+        y = plain(x)
+        time.sleep(0.05)
+        return y
+
+    model.blocks[0].up.forward = slow
+    with torch.no_grad(), wrapped(model, 0.5, tmp_path) as run:
+        for step in range(2):
+            model(on_device(step))
+        trace = run.recorder.trace("forward")
+        assert trace is not None
+        assert max(moment.compute_s for moment in trace.moments) >= 0.04
+
+
+def test_a_close_that_fails_leaves_no_hook_and_nothing_on_the_device(tmp_path: Path) -> None:
+    model = tower()
+    run = wrapped(model, 1.5, tmp_path, extra_nbytes=600 << 10)
+    backward(model(on_device(0)).square().mean())
+
+    def fail(chunk: Any) -> None:
+        raise RuntimeError("no")
+
+    vars(run.streaming.homes)["_restore"] = fail
+    with pytest.raises(RuntimeError, match="no"):
+        run.close()
+    assert not _global_optimizer_pre_hooks
+    small = [p for p in model.parameters() if p.nbytes < 4096]
+    assert small and all(p.device.type == "cpu" for p in small)
