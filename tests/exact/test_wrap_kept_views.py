@@ -100,7 +100,6 @@ def test_kept_views_hold_no_more_memory_with_time(device: str, tmp_path: Path) -
         assert psutil.Process().memory_info().rss - before < 4 << 20
         for module in model:
             module.kept = None
-        session(model)
         assert any(kept) and not run.streaming.kept_views.has_any
 
 
