@@ -266,7 +266,6 @@ class Streaming:
             self._engine.quiesce()  # an interrupted executor no longer knows what still writes to its rings
             self._past_stats.append(self.executor.stats)
             self.executor = None
-            self._device.synchronize()
             self._rings.close()
             self._slot_owners.clear()
 
@@ -337,6 +336,8 @@ class Streaming:
 
     def recover(self) -> None:
         """After an interrupt, between passes: homes are whole, so everything else is made anew. Blocks."""
+        for chunk in self.chunks:
+            chunk.end_leases()
         executor, self.executor = self.executor, None
         if executor is not None:
             executor.close()
@@ -345,7 +346,6 @@ class Streaming:
         self._device.synchronize()
         self._num_users.clear()
         for chunk in self.chunks:
-            chunk.forget_leases()
             chunk.adopt()
         self._rings.close()
         self._slot_owners.clear()
@@ -572,6 +572,8 @@ class Streaming:
 
     def close(self, tell: Callable[[int], None]) -> None:
         """Give the model its memory back. Blocks."""
+        for chunk in self.chunks:
+            chunk.end_leases()  # an interrupted pass has left them
         self.close_executor()
         self._copies.collect()
         self.kept_views.forget()

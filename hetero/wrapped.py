@@ -142,7 +142,7 @@ class WrappedRun:
         )
         self._gradients = None
         if device.torch_device.type != "cpu":
-            self._gradients = Gradients(model.parameters(), chunks, device.torch_device)
+            self._gradients = Gradients(model.parameters(), chunks, device.torch_device, self._recover_if_interrupted)
         self.plan = self._planner.describe(None)
         self._hooks = PassHooks(model, self)
         self._hooks.install()
@@ -287,6 +287,11 @@ class WrappedRun:
         self.recorder.abort()
         self.streaming.recover()
         self.activations.recover()
+
+    def _recover_if_interrupted(self) -> None:
+        if self._is_unsettled and torch._C._current_graph_task_id() == -1 and not self._hooks.turn.is_taken:
+            self._recover()
+            self._is_unsettled = False
 
     def _begin_training(self) -> None:
         if self._gradients is not None:

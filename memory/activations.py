@@ -303,7 +303,9 @@ class ActivationStore:
     def _to_first(self, host: Tensor) -> tuple[Tensor, Event]:
         base = torch.empty(host.numel(), dtype=torch.uint8, device=self._device.torch_device)
         self._device.adopt((base.data_ptr(), base.numel()))
-        return base, self._copy(base.data_ptr(), host.data_ptr(), host.numel(), to_device=True)
+        # The device's allocator may have given memory that compute still reads.
+        after = (self._device.record(),)
+        return base, self._copy(base.data_ptr(), host.data_ptr(), host.numel(), to_device=True, after=after)
 
     def _copy(self, dst: int, src: int, nbytes: int, *, to_device: bool, after: Sequence[Event] = ()) -> Event:
         try:
@@ -349,8 +351,6 @@ class ActivationStore:
                 memory.incoming, arrival = self._to_first(host)
         if arrival is not None:
             arrival.synchronize()
-            if target == self._first:
-                self._device.wait(arrival)
         # An interrupt comes at a call, so none falls between these lines.
         memory.tensor = memory.incoming if target != "disk" else None
         memory.tier, memory.target, memory.incoming, memory.arrival = target, None, None, None

@@ -36,9 +36,15 @@ class Gradients:
     For devices whose tensors are not the CPU's; on the CPU there is nothing to do. `settle` blocks while bytes cross.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], chunks: Iterable[WeightChunk], device: torch.device) -> None:
-        """`device` is where forwards compute."""
-        self._device = device
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        chunks: Iterable[WeightChunk],
+        device: torch.device,
+        before_step: Callable[[], None],
+    ) -> None:
+        """`device` is where forwards compute; `before_step` is called before an optimizer changes a parameter."""
+        self._device, self._tell_of_step = device, before_step
         self._parameters = {id(parameter): parameter for parameter in parameters}
         self._views = {id(view.parameter): (chunk, i) for chunk in chunks for i, view in enumerate(chunk.views)}
         self._handles: dict[int, Any] = {}
@@ -126,6 +132,7 @@ class Gradients:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"]):
+            self._tell_of_step()
             self.settle()
             self._optimizers.add(optimizer)
             self._follow(optimizer)

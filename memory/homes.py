@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from hetero.io.arena import round_up
 from hetero.io.engine import Engine, Request
 from hetero.io.operation import finish
 from hetero.io.scratch import ScratchStore
@@ -134,7 +135,8 @@ class Homes:
     def _memory(self, chunk: WeightChunk) -> Tensor:
         """RAM of torch's own with the chunk's address modulo 64."""
         with torch.inference_mode(False):
-            whole = torch.empty(chunk.residue + chunk.nbytes + 63, dtype=torch.uint8, device="cpu")
+            nbytes = round_up(chunk.residue + chunk.nbytes + 63, 64)  # torch.save wants whole elements of any dtype
+            whole = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             start = (chunk.residue - whole.data_ptr()) % 64
             # Not a slice, which would count as one more that looks at the storage.
             empty = torch.empty(0, dtype=torch.uint8, device="cpu")

@@ -203,12 +203,23 @@ class WeightChunk:
         self.is_written_unseen = True
         return True
 
-    def forget_leases(self) -> None:
-        """Show the home: the leases are gone. What an interrupted forward wrote to a slot is gone with them."""
-        if self.num_open:
-            self.num_open = 0
-            self._bound, self._content = [], None
-            self.show_home()
+    def end_leases(self) -> None:
+        """Show the home, after an interrupt: nobody else ends the leases. What was written to them comes home."""
+        if self.num_open == 0:
+            return
+        is_bound = len(self._bound) == len(self.views)  # or the interrupt came before
+        with torch.no_grad(), torch.inference_mode(False):
+            for view, (slot, version), home in zip(self.views, self._bound, self.home, strict=is_bound):
+                parameter = view.parameter
+                if parameter.data_ptr() != slot.data_ptr() or not view_matches(parameter, view):
+                    continue
+                if parameter._version != version or self.is_written_unseen:
+                    home.copy_(parameter.data)
+                parameter.data = home
+        self.num_open, self.version = 0, -1
+        self._bound, self._content = [], None
+        if not is_bound:
+            self._show(self.home)
 
     def let_go(self) -> None:
         """The wrap has ended: look at the memory no more, so that another does not take this for a stranger's look.

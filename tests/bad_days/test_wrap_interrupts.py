@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import hetero
+import hetero.memory.activations
 from hetero.memory.weights import Place
 from tests.interrupting import InterruptAt
 
@@ -104,3 +105,69 @@ def test_recovery_makes_room_in_ram_for_what_went_to_disk_in_the_interrupted_pas
         for _ in range(2):
             assert all(torch.equal(a, b) for a, b in zip(iteration(model), reference, strict=True))
         run.ledger.give("cpu", "others", run.ledger.holders("cpu")["others"])
+
+
+def test_recovery_waits_for_copies_of_activations_that_are_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hetero.memory.activations, "LARGE_NBYTES", 1)
+    torch.manual_seed(0)
+    model = Residual()
+    reference = iteration(copy.deepcopy(model))
+    weights = sum(p.nbytes for p in model.parameters())
+    sizes = {"gpu_memory": 2 * weights + (1 << 20), "cpu_memory": (2 << 20) + weights + (1 << 20)}
+    with hetero.wrap(model, device="emulated", disk=tmp_path, activations="cpu", link="1MB/s", **sizes) as run:
+        iteration(model)
+        events = []
+        device_copy = run._device.copy
+
+        def copying(*where: int, **more: Any) -> Any:
+            events.append(device_copy(*where, **more))
+            return events[-1]
+
+        vars(run._device)["copy"] = copying
+
+        def interrupt(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        handle = model.norm.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            iteration(model)
+        handle.remove()
+        assert any(not event.query() for event in events), "all copies were over before"
+        run._recover()
+        assert all(event.query() for event in events)
+        assert all(torch.equal(a, b) for a, b in zip(iteration(model), reference, strict=True))
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+@pytest.mark.parametrize("then", ["forward", "close"])
+def test_what_is_written_to_weights_after_an_interrupt_stays(device: str, then: str, tmp_path: Path) -> None:
+    """The interrupted module still shows its slot when its owner loads a checkpoint into it."""
+    torch.manual_seed(0)
+    model = Residual()
+    state = {name: tensor * 0.5 for name, tensor in model.state_dict().items()}
+    run = hetero.wrap(model, device=device, disk=tmp_path, **budgets(device, model))
+    for _ in range(2):
+        iteration(model)
+    assert run.plan.num_streamed > 0
+    for layer in model.layers:
+        handle = layer.register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt), torch.no_grad():
+            model(X)
+        handle.remove()
+        model.load_state_dict(state)
+        if then == "forward":
+            with torch.no_grad():
+                model(X)
+            assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    run.close()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    slots = {chunk.home[0].data_ptr() if chunk.home else 0 for chunk in run.streaming.chunks}
+    assert slots == {0}, "nothing of the run looks at the weights any more"
+    with hetero.wrap(model, device=device, disk=tmp_path, **budgets(device, model)):
+        iteration(model)

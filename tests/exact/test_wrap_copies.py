@@ -533,3 +533,17 @@ def test_numpy_sees_the_last_step(device: str, tmp_path: Path) -> None:
         for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             assert np.array_equal(mine.detach().numpy(), theirs.detach().numpy())
         assert torch.equal(loss_of(model, 8), loss_of(plain, 8))
+
+
+def test_a_model_that_has_come_back_from_the_disk_can_be_saved(device: str, tmp_path: Path) -> None:
+    """torch.save refuses nothing, and torch.load would refuse a storage that is no whole number of elements."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 63), nn.Linear(63, 41))
+    path = tmp_path / "state.pt"
+    with tight(model, device, tmp_path, trains=False) as run, torch.no_grad():
+        model(torch.ones(2, 64))
+        assert run.stats().executor["num_leases"] > 0
+    for is_zip in (True, False):
+        torch.save(model.state_dict(), path, _use_new_zipfile_serialization=is_zip)
+        loaded = torch.load(path)
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())

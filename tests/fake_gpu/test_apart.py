@@ -195,6 +195,11 @@ def test_after_an_interrupt_the_state_is_at_home(tmp_path: Path, no_leaks: None)
         assert run.ledger.used("gpu") == held
         assert all(torch.equal(state[name].cpu(), expected[name].cpu()) for name in expected)
         del state
+        with pytest.raises(KeyboardInterrupt):
+            handle = model.blocks[3].register_forward_hook(interrupt)
+            model(on_device(0))
+        handle.remove()
+    assert {p.device.type for p in model.parameters()} == {"cpu"}, "the close ended the lease"
 
 
 def test_the_time_of_a_module_is_recorded_as_its_own(tmp_path: Path, no_leaks: None) -> None:
@@ -229,3 +234,24 @@ def test_a_close_that_fails_leaves_no_hook_and_nothing_on_the_device(tmp_path: P
     assert not _global_optimizer_pre_hooks
     small = [p for p in model.parameters() if p.nbytes < 4096]
     assert small and all(p.device.type == "cpu" for p in small)
+
+
+class Refusing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise RuntimeError("refused")
+
+
+def test_a_run_closes_right_after_a_backward_that_raised(tmp_path: Path, no_leaks: None) -> None:
+    """Its caller hears of it before torch's thread has let go."""
+    for _ in range(5):
+        model = tower()
+        with wrapped(model, 1.4, tmp_path, extra_nbytes=200 << 10):
+            loss = model(Refusing.apply(model(on_device(0)))).square().mean()  # type: ignore[no-untyped-call]
+            with pytest.raises(RuntimeError, match="refused"):
+                backward(loss)
+            del loss

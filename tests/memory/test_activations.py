@@ -21,7 +21,7 @@ from hetero.io.engine import Engine
 from hetero.io.errors import IOEngineError, OutOfMemoryError
 from hetero.io.scratch import ScratchStore
 from hetero.memory.activations import ACTIVATIONS, Activation, ActivationStore, Policy
-from hetero.memory.device import CpuDevice, Device
+from hetero.memory.device import CpuDevice, Device, Event
 from hetero.memory.device_emulated import EmulatedDevice
 from hetero.memory.ledger import Ledger, LedgerEvent
 from tests.interrupting import InterruptAt
@@ -173,6 +173,34 @@ def test_an_interrupt_as_an_activation_dies_is_raised_and_its_bytes_are_freed(tm
         with pytest.raises(KeyboardInterrupt), InterruptAt(1):
             del activation
             r.activations.collect()
+        r.check_empty()
+
+
+@pytest.mark.parametrize("policy", ["cpu", "disk"])
+def test_copies_follow_what_is_computed_with_the_memory_now(
+    tmp_path: Path, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU compute is still going on: it makes what leaves, and may read what memory for a return had before."""
+    with rig(tmp_path, policy, "emulated") as r:
+        recorded: list[Event] = []
+        ordered: list[bool] = []
+        record, copy = r.device.record, r.device.copy
+
+        def recording(uses: Any = ()) -> Event:
+            recorded.append(record(uses))
+            return recorded[-1]
+
+        def copying(*where: int, after: Any = (), **more: Any) -> Event:
+            ordered.append(bool(recorded) and recorded[-1] in after)
+            return copy(*where, after=after, **more)
+
+        monkeypatch.setattr(r.device, "record", recording)
+        monkeypatch.setattr(r.device, "copy", copying)
+        activation, expected = r.save(LARGE, 0)
+        r.settle()
+        assert torch.equal(activation.unpack(), expected)
+        assert ordered == [True, True]
+        del activation
         r.check_empty()
 
 

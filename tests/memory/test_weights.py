@@ -498,7 +498,7 @@ def test_a_lease_that_was_lost_shows_the_home_again() -> None:
     (chunk,) = find_chunks([("p", parameter)], CPU, small_nbytes=1)
     lease(chunk)
     lease(chunk)
-    chunk.forget_leases()
+    chunk.end_leases()
     assert parameter.data_ptr() == chunk.base.data_ptr() and chunk.num_open == 0
     lease(chunk)
     chunk.close()
