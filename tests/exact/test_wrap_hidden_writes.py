@@ -112,3 +112,27 @@ def test_only_what_is_written_unseen_is_copied_home(device: str, tmp_path: Path)
         leased = [chunk for chunk in run.streaming.chunks if chunk.phases_checked]
         assert {c.name for c in leased if c.is_written_unseen} == {f"{i}.0.weight" for i in range(5)}
         assert {c.name for c in leased if not c.is_written_unseen} == {f"{i}.2.weight" for i in range(5)}
+
+
+def test_a_weight_that_another_module_writes_between_two_uses_in_a_pass_is_the_new_one(
+    device: str, tmp_path: Path
+) -> None:
+    class Stepping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+        def forward(self, x: Any) -> Any:
+            for layer in self.layers:
+                assert isinstance(layer, nn.Linear)
+                x = layer(x)
+                layer.weight.mul_(0.5)
+                x = torch.tanh(layer(x))
+            return x
+
+    def forwards(model: Any) -> list[Any]:
+        with torch.no_grad():
+            return [model(batch(step)[0]) for step in range(NUM_STEPS)]
+
+    torch.manual_seed(0)
+    check(Stepping(), forwards, device, tmp_path, trains=False)
