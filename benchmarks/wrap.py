@@ -198,8 +198,8 @@ def main() -> None:
         (
             "Overlap on the emulated GPU",
             f"A forward and backward of the same model, {NUM_TOKENS_OVERLAP} tokens; its gradients and part of its "
-            "weights fit the gpu tier, the rest crosses the link twice a step. Plain and wrapped steps in turn, medians of "
-            f"{NUM_STEPS}; compute is the plain one.\n\n{overlap_table}",
+            "weights fit the gpu tier, the rest crosses the link twice a step. Plain and wrapped steps in turn; medians"
+            f" of {NUM_STEPS}; compute is the plain one.\n\n{overlap_table}",
         ),
         ("Machine and versions", markdown_table(["", ""], facts)),
         ("Command", f"`{public_command(sys.argv)}`"),
