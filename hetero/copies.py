@@ -7,12 +7,12 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from hetero.memory.budget import Ledger
 from hetero.memory.device import ArenaLike, Device
-from hetero.memory.residency import alias, nothing
+from hetero.memory.kept import refill
+from hetero.memory.residency import alias
 from hetero.memory.weights import WeightChunk
 
 COPIES = "copies outside the ring"
@@ -53,12 +53,10 @@ class Copies:
         return chunk.in_slot(slot)
 
     def refresh(self) -> None:
-        """Bring today's values into those that somebody keeps, as memory/kept.py does for slots."""
+        """Bring today's values into those that somebody keeps, Note [kept views]."""
         self.collect()
         for address, (chunk, _) in self._arenas.items():
-            with torch.no_grad(), torch.inference_mode(False):
-                kept = alias(address + chunk.residue, chunk.nbytes, self._device.torch_device, nothing)
-                kept.copy_(chunk.base)
+            refill(chunk, address, self._device.torch_device)
 
     def collect(self) -> None:
         """Free what nobody looks at any more."""

@@ -362,6 +362,11 @@ class Streaming:
         for chunk in self.chunks:
             self._adopt(chunk)
 
+    @property
+    def has_kept_views(self) -> bool:
+        """Whether somebody looks at memory of ours that leases have left; each pass has to bring its values there."""
+        return self.kept_views.has_any or self._copies.has_any
+
     def away(self) -> list[nn.Parameter]:
         """Parameters that show memory of the user's own."""
         return [chunk.views[i].parameter for chunk in self.chunks for i in chunk.away]

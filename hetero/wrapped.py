@@ -376,7 +376,7 @@ class WrappedRun:
             return  # memory of the user's own
         if self.streaming.streamed or self._is_due or self.activations.leaves_at_once or not self._hooks.is_installed:
             return
-        if self.streaming.kept_views.has_any:
+        if self.streaming.has_kept_views:
             return
         if self.num_passes[BACKWARD] or not self._trainable_nbytes:
             self._hooks.remove()

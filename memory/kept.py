@@ -18,7 +18,6 @@ import torch
 
 from hetero.memory.executor import Executor
 from hetero.memory.residency import alias, nothing
-from hetero.memory.states import Residency
 from hetero.memory.weights import WeightChunk
 
 
@@ -47,10 +46,10 @@ class KeptViews:
         self._executors = [(e, keepers) for e, keepers in self._executors if not e.is_closed or e.outlived()]
         for executor, _ in self._executors:
             for entry in executor.outlived():
-                self._refresh(entry)
+                refill(self._chunks[entry.chunk.chunk_id], entry.space.address, self._torch_device)
 
-    def _refresh(self, entry: Residency) -> None:
-        chunk = self._chunks[entry.chunk.chunk_id]
-        address = entry.space.address + chunk.residue
-        with torch.no_grad(), torch.inference_mode(False):
-            alias(address, chunk.nbytes, self._torch_device, nothing).copy_(chunk.base)
+
+def refill(chunk: WeightChunk, address: int, torch_device: torch.device) -> None:
+    """Copy the home's bytes of today into the slot or the copy at `address`."""
+    with torch.no_grad(), torch.inference_mode(False):
+        alias(address + chunk.residue, chunk.nbytes, torch_device, nothing).copy_(chunk.base)

@@ -174,9 +174,19 @@ class WeightChunk:
         if self.num_open:
             return False
         is_known = self._look_for_unseen_writes()
+        is_complete = self._bring_home()
+        self._bound = []
+        if self.is_written_unseen:
+            self.version = -1  # copies that were made ahead are of the old values
+        if not is_complete:
+            self.adopt()
+        return is_known
+
+    def _bring_home(self) -> bool:
+        """Show the home again, with what was written to the slot. False: a parameter shows something of the user's."""
         is_complete = True
         with torch.no_grad(), torch.inference_mode(False):
-            for view, (slot, version), home in zip(self.views, self._bound, self.home, strict=True):
+            for view, (slot, version), home in zip(self.views, self._bound, self.home, strict=False):
                 parameter = view.parameter
                 if parameter.data_ptr() != slot.data_ptr() or not view_matches(parameter, view):
                     is_complete = False
@@ -184,12 +194,7 @@ class WeightChunk:
                 if parameter._version != version or self.is_written_unseen:
                     home.copy_(parameter.data)
                 parameter.data = home
-        self._bound = []
-        if self.is_written_unseen:
-            self.version = -1  # copies that were made ahead are of the old values
-        if not is_complete:
-            self.adopt()
-        return is_known
+        return is_complete
 
     def _look_for_unseen_writes(self) -> bool:
         """False: nobody looked, or a write that was seen hides whether there was another."""
@@ -208,18 +213,11 @@ class WeightChunk:
         if self.num_open == 0:
             return
         is_bound = len(self._bound) == len(self.views)  # or the interrupt came before
-        with torch.no_grad(), torch.inference_mode(False):
-            for view, (slot, version), home in zip(self.views, self._bound, self.home, strict=is_bound):
-                parameter = view.parameter
-                if parameter.data_ptr() != slot.data_ptr() or not view_matches(parameter, view):
-                    continue
-                if parameter._version != version or self.is_written_unseen:
-                    home.copy_(parameter.data)
-                parameter.data = home
+        self._bring_home()
         self.num_open, self.version = 0, -1
         self._bound, self._content = [], None
         if not is_bound:
-            self._show(self.home)
+            self.show_home()
 
     def let_go(self) -> None:
         """The wrap has ended: look at the memory no more, so that another does not take this for a stranger's look.

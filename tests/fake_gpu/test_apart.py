@@ -97,6 +97,19 @@ def test_a_view_that_a_module_keeps_is_the_weight(share: float, tmp_path: Path, 
     check(cached, forwards, share, tmp_path, extra_nbytes=64 << 10)
 
 
+def test_a_view_of_a_copy_is_the_weight_when_all_weights_have_a_place(tmp_path: Path, no_leaks: None) -> None:
+    """The room is there at the first plan; in the warm-up there was no slot."""
+    expected = forwards(cached().to(DEVICE))
+    model = cached()
+    with torch.no_grad(), wrapped(model, 2.5, tmp_path) as run:
+        vars(run.streaming)["_acquire"] = lambda executor, ids: None
+        model(on_device(0))
+        del vars(run.streaming)["_acquire"]
+        found = forwards(model)
+        assert run.plan.num_streamed == 0 and run.streaming._copies.has_any
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_a_copy_that_nobody_looks_at_is_free_after_the_pass(tmp_path: Path, no_leaks: None) -> None:
     model = cached()
     with torch.no_grad(), wrapped(model, 0.5, tmp_path, extra_nbytes=64 << 10) as run:
