@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 
 from hetero.memory.activations import ACTIVATIONS
 from hetero.memory.budget import Ledger, MemoryLimits
@@ -58,23 +57,14 @@ class IterationPlanner:
         trace = self._trace()
         if trace is None:
             return None
-        # What cannot leave the first tier is none of the plan's business. Behind a gpu tier it streams like the rest.
-        kept = {c.chunk_id: c.nbytes for c in self._streaming.staying() if c.place is Place.FIRST}
+        # What others look at cannot leave the first tier. Behind a gpu tier it is in RAM, and streams like the rest.
+        kept = {c.chunk_id for c in self._streaming.staying() if c.place is Place.FIRST}
         specs = [
-            ChunkSpec(chunk_id=c.chunk_id, nbytes=c.slot_nbytes, read_nbytes=c.slot_nbytes)
+            ChunkSpec(chunk_id=c.chunk_id, nbytes=c.slot_nbytes, read_nbytes=c.slot_nbytes, pinned=c.chunk_id in kept)
             for c in self._streaming.chunks
-            if c.chunk_id not in kept
         ]
-        if kept:
-            moments = [
-                replace(m, chunk_ids=tuple(chunk_id for chunk_id in m.chunk_ids if chunk_id not in kept))
-                for m in trace.moments
-            ]
-            trace = replace(trace, moments=tuple(moments))
         room = {tier: max(0, self._ledger.limit(tier) - self._held(tier)) for tier in self._ledger.tiers()}
-        free = dict(room)
-        free[self._streaming.first] = max(0, free[self._streaming.first] - sum(kept.values()))
-        budgets = Budgets(free["gpu"] if self._streaming.first == "gpu" else None, free["cpu"])
+        budgets = Budgets(room["gpu"] if self._streaming.first == "gpu" else None, room["cpu"])
         with suppress(BudgetError):
             return make_plan(specs, trace, budgets, self._links), room
         return None
