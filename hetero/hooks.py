@@ -76,6 +76,11 @@ class PassHooks:
         """The innermost module of the pass."""
         return self._stack[-1][0] if self._stack else None
 
+    @property
+    def entered(self) -> list[nn.Module]:
+        """The modules of the pass that are under way, outermost first."""
+        return [module for module, _ in self._stack]
+
     def install(self) -> None:
         if not self._handles:
             self._handles = [

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from hetero.memory.activations import ACTIVATIONS
 from hetero.memory.budget import Ledger, MemoryLimits
+from hetero.memory.gradients import GRADIENTS
 from hetero.memory.homes import WEIGHTS
 from hetero.memory.plan import make_plan
 from hetero.memory.plan_types import BudgetError, Budgets, ChunkSpec, Links, Moment, Plan, Trace, uses_of
@@ -64,10 +65,38 @@ class IterationPlanner:
             for c in self._streaming.chunks
         ]
         room = {tier: max(0, self._ledger.limit(tier) - self._held(tier)) for tier in self._ledger.tiers()}
+        if not self._streaming.is_remote or not self._ledger.held("gpu", GRADIENTS):
+            return self._plan(specs, trace, room)
+        return self._plan_with_gradients(specs, trace, room)
+
+    def _plan(
+        self, specs: Sequence[ChunkSpec], trace: Trace, room: dict[str, int]
+    ) -> tuple[Plan, dict[str, int]] | None:
         budgets = Budgets(room["gpu"] if self._streaming.first == "gpu" else None, room["cpu"])
         with suppress(BudgetError):
             return make_plan(specs, trace, budgets, self._links), room
         return None
+
+    def _plan_with_gradients(
+        self, specs: Sequence[ChunkSpec], trace: Trace, room: dict[str, int]
+    ) -> tuple[Plan, dict[str, int]] | None:
+        """The best placement that leaves RAM for the gradients of what it streams. Which do, only the placement says:
+        so there is room for all of them first, then for those of the placement made so."""
+        free_nbytes = room["cpu"] + self._ledger.held("cpu", GRADIENTS)
+
+        def with_room_for(gradients_nbytes: int) -> tuple[Plan, dict[str, int]] | None:
+            made = self._plan(specs, trace, room | {"cpu": max(0, free_nbytes - gradients_nbytes)})
+            return made if made is not None and self._gradients_at_home(made[0]) <= gradients_nbytes else None
+
+        made = with_room_for(self._gradients_at_home(None)) or with_room_for(self._ledger.held("cpu", GRADIENTS))
+        if made is None:
+            return None
+        return with_room_for(self._gradients_at_home(made[0])) or made
+
+    def _gradients_at_home(self, plan: Plan | None) -> int:
+        """Bytes of gradients that go to RAM at most, where a plan places the weights (None: anywhere)."""
+        resident = plan.gpu_resident if plan is not None else frozenset()
+        return sum(c.trainable_nbytes for c in self._streaming.chunks if c.chunk_id not in resident)
 
     def _trace(self) -> Trace | None:
         """The last iteration, and what other iterations used beside it."""

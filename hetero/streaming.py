@@ -87,7 +87,7 @@ class Streaming:
         self._ring_sizes = 0, 0
         self._past_stats: list[ExecutorStats] = []
         self._slot_owners: dict[int, WeightChunk] = {}
-        self._is_remote = device.torch_device.type != "cpu"
+        self.is_remote = device.torch_device.type != "cpu"
         self._num_users: Counter[int] = Counter()  # of chunks that stay
         self._copies = Copies(device, ledger, self.first, reserve)
         self._homes_at: dict[int, list[WeightChunk]] = {}
@@ -151,10 +151,11 @@ class Streaming:
         if self.streamed:
             self.open_executor(self.ring_nbytes, self.staging_nbytes)
 
-    def place(self, plan: Plan, room: Mapping[str, int]) -> None:
+    def place(self, plan: Plan, room: Mapping[str, int], follow: Callable[[], None]) -> None:
         """Carry out a plan, between passes: moves in an order in which there is room for each, then the rings. Blocks.
 
-        `room`: bytes per tier for weights and rings. What the plan does not speak of stays where it is if it can.
+        `room`: bytes per tier for weights and rings. `follow` is called after moves, and brings along what has to be
+        where the weights are. What the plan does not speak of stays where it is if it can.
         What tensors outside the model have begun to look at stays where it is, whatever the plan says.
         """
         self.close_executor()
@@ -162,6 +163,7 @@ class Streaming:
         pending = [chunk for chunk in self.chunks if chunk.place is not goals[chunk.chunk_id]]
         while pending:
             waiting = [chunk for chunk in pending if not self._try_move(chunk, goals[chunk.chunk_id])]
+            follow()
             if len(waiting) == len(pending):  # two tiers would swap: through the disk, then
                 stuck = [chunk for chunk in waiting if self.homes.has_disk and chunk.place is not Place.DISK]
                 if not stuck:
@@ -191,10 +193,20 @@ class Streaming:
             self._reopen(self.ring_nbytes, self.staging_nbytes)
 
     def _goals(self, plan: Plan, room: Mapping[str, int]) -> dict[int, Place]:
+        """Where each chunk is to go, by id. What the plan does not speak of may need a larger staging ring."""
+        staging_nbytes = plan.cpu_ring_nbytes
+        while True:
+            goals = self._goals_beside(staging_nbytes, plan, room)
+            to_disk = [c.slot_nbytes for c in self.chunks if goals[c.chunk_id] is Place.DISK and self.first == "gpu"]
+            if max(to_disk, default=0) <= staging_nbytes:
+                return goals
+            staging_nbytes = max(to_disk)
+
+    def _goals_beside(self, staging_nbytes: int, plan: Plan, room: Mapping[str, int]) -> dict[int, Place]:
         first = plan.cpu_resident if self.first == "cpu" else plan.gpu_resident
         second = plan.cpu_resident if self.first == "gpu" else frozenset()
         streamed, below = set(plan.schedule), Place.DISK if self.homes.has_disk else Place.CPU
-        rings = {"gpu": plan.gpu_ring_nbytes, "cpu": plan.cpu_ring_nbytes}
+        rings = {"gpu": plan.gpu_ring_nbytes, "cpu": staging_nbytes}
         left = {tier: nbytes - align_up(max(rings.get(tier, 0), 1)) for tier, nbytes in room.items()}
         goals = {}
         kept = {chunk.chunk_id for chunk in self.chunks if self.homes.stays(chunk)}
@@ -316,20 +328,22 @@ class Streaming:
         passes."""
         if self.first != "gpu" or not self.homes.has_disk or self._ledger.free("cpu") >= nbytes:
             return
-        was_open, sizes = self.executor is not None, self._ring_sizes
+        was_open, (ring_nbytes, staging_nbytes) = self.executor is not None, self._ring_sizes
+        least_nbytes = align_up(max(self.staging_nbytes, 4096)) if was_open else 0
         if was_open:
             self.close_executor()
-            nbytes += align_up(max(self.staging_nbytes, 4096))
         for chunk in self.chunks:
-            if self._ledger.free("cpu") >= nbytes:
+            if self._ledger.free("cpu") >= nbytes + least_nbytes:
                 break
             if chunk.place is Place.CPU:
                 self.homes.move(chunk, Place.DISK)
         if was_open:
-            self.open_executor(sizes[0], max(sizes[1], self.staging_nbytes))
+            left_nbytes = self._ledger.free("cpu") - nbytes
+            fits = self.staging_nbytes <= align_up(max(staging_nbytes, 4096)) <= left_nbytes
+            self.open_executor(ring_nbytes, staging_nbytes if fits else self.staging_nbytes)
 
     def _below(self, chunk: WeightChunk) -> Place | None:
-        gradient_nbytes = chunk.trainable_nbytes if self._is_remote else 0  # goes where its weight is
+        gradient_nbytes = chunk.trainable_nbytes if self.is_remote else 0  # goes where its weight is
         if self.first == "gpu" and self._ledger.can_take("cpu", chunk.nbytes + gradient_nbytes):
             return Place.CPU
         return Place.DISK if self.homes.has_disk else None
@@ -392,7 +406,7 @@ class Streaming:
         """Show the chunks' parameters leased bytes until `release`. None: there is no room for all of them at once,
         so the module computes on the homes, which is right and slow; where it cannot, on copies, or OutOfMemoryError
         is raised."""
-        stay = tuple(chunk for chunk in chunks if chunk.place is Place.FIRST) if self._is_remote else ()
+        stay = tuple(chunk for chunk in chunks if chunk.place is Place.FIRST) if self.is_remote else ()
         self._num_users.update(chunk.chunk_id for chunk in stay)
         try:
             leased = tuple(chunk for chunk in chunks if chunk.place is not Place.FIRST and self._adopt(chunk))
@@ -414,7 +428,7 @@ class Streaming:
         if executor is not None and all(self._is_fresh(chunk) for chunk in chunks):
             entries = self._acquire(executor, ids)
         if executor is None or entries is None:
-            if not self._is_remote:
+            if not self.is_remote:
                 return None
             copies = [chunk.views_of(self._copy_of(chunk)) for chunk in chunks]
             for chunk, views in zip(chunks, copies, strict=True):
@@ -481,7 +495,7 @@ class Streaming:
 
     def _copy_of(self, chunk: WeightChunk) -> Tensor:
         """The chunk's bytes where compute can read them: the home itself if it can."""
-        return self._copies.make(chunk) if self._is_remote and chunk.base.device.type == "cpu" else chunk.base
+        return self._copies.make(chunk) if self.is_remote and chunk.base.device.type == "cpu" else chunk.base
 
     def view(self, chunk: WeightChunk, make: Callable[[Tensor], Tensor]) -> Tensor:
         """`make` of the chunk's bytes, leased meanwhile. What it returns keeps the slot by its life."""
@@ -505,7 +519,7 @@ class Streaming:
         only where there is no room for copies either."""
         start_s = perf_counter()
         may_collect = start_s >= self._collect_after_s
-        if self._is_remote and not may_collect:
+        if self.is_remote and not may_collect:
             copies_nbytes = sum(chunk.slot_nbytes for chunk in self.chunks if chunk.chunk_id in ids)
             may_collect = not self._ledger.can_take(self.first, copies_nbytes)
         try:

@@ -208,6 +208,8 @@ class WrappedRun:
             self._is_unsettled = True  # until the pass, and its backward, has ended
             self.activations.collect()
             self.streaming.adopt()
+            if self._gradients is not None:
+                self._gradients.watch()
             if has_grad:
                 self._begin_training()
                 self._book_gradients_at_home()
@@ -256,8 +258,13 @@ class WrappedRun:
             return None
         self.recorder.request()
         lease = self.streaming.lease(chunks)
-        self.recorder.grant(self._names[id(module)], tuple(chunk.chunk_id for chunk in chunks))
+        self.recorder.grant(self._names[id(module)], tuple(chunk.chunk_id for chunk in chunks), self._around())
         return lease
+
+    def _around(self) -> tuple[int, ...]:
+        """Chunks of the modules that are under way, which stay where they are meanwhile."""
+        own = self.streaming.own
+        return tuple(chunk.chunk_id for module in self._hooks.entered for chunk in own.get(id(module), ()))
 
     def borrow(self, parameters: Sequence[nn.Parameter]) -> Callable[[], None] | None:
         """As `Streaming.borrow`, seen as a use of the chunks."""
@@ -268,7 +275,7 @@ class WrappedRun:
         if borrowed is None:
             return None
         chunk_ids, give_back = borrowed
-        self.recorder.grant("read outside its module", chunk_ids)
+        self.recorder.grant("read outside its module", chunk_ids, self._around())
         return give_back
 
     def is_computing(self) -> bool:
@@ -294,8 +301,6 @@ class WrappedRun:
             self._is_unsettled = False
 
     def _begin_training(self) -> None:
-        if self._gradients is not None:
-            self._gradients.watch()
         if not self.ledger.held(self.streaming.first, GRADIENTS) and self._trainable_nbytes:
             self._reserve(self.streaming.first, GRADIENTS, self._trainable_nbytes)
         # Not those of chunks: when one moves, what is saved next may get its old memory.
@@ -306,15 +311,28 @@ class WrappedRun:
 
     def _book_gradients_at_home(self) -> None:
         """Gradients of weights that are not where they are computed on go home after each backward."""
-        if self._gradients is None or not self.ledger.held(self.streaming.first, GRADIENTS):
-            return
-        away = [view.parameter for chunk in self.streaming.streamed for view in chunk.views]
-        more = _nbytes([p for p in away if p.requires_grad]) - self.ledger.held("cpu", GRADIENTS)
+        more = self._unbooked_gradients_nbytes()
         if more > 0:
             self.streaming.make_host_room(more)
             self.ledger.take("cpu", GRADIENTS, more)
-        else:
+        elif more < 0:
+            self._settle_gradients()
             self.ledger.give("cpu", GRADIENTS, -more)
+
+    def _move_gradients(self) -> None:
+        """While weights move to their places: gradients follow, as soon as there is room for all of them."""
+        more = self._unbooked_gradients_nbytes()
+        if self.ledger.can_take("cpu", max(more, 0)):
+            self.ledger.take("cpu", GRADIENTS, max(more, 0))
+            self._settle_gradients()
+            self.ledger.give("cpu", GRADIENTS, max(-more, 0))
+
+    def _unbooked_gradients_nbytes(self) -> int:
+        """Bytes of gradients that go home from where the weights are now, less those that the ledger has."""
+        if self._gradients is None or not self.ledger.held(self.streaming.first, GRADIENTS):
+            return 0
+        away = [view.parameter for chunk in self.streaming.streamed for view in chunk.views]
+        return _nbytes([p for p in away if p.requires_grad]) - self.ledger.held("cpu", GRADIENTS)
 
     def _settle_gradients(self) -> None:
         if self._gradients is not None and torch._C._current_graph_task_id() == -1:
@@ -468,7 +486,7 @@ class WrappedRun:
             return
         plan, room = made
         try:
-            self.streaming.place(plan, room)
+            self.streaming.place(plan, room, self._move_gradients)
         except BaseException:
             self._is_due = True  # carried out in part
             raise

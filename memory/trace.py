@@ -5,12 +5,24 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from time import perf_counter
+from typing import NamedTuple
 
 from hetero.memory.plan_types import Moment, Trace
 
 NUM_PASSES_KEPT = 3
 
-_Pass = list[tuple[str, tuple[int, ...], float, float]]
+
+class _Moment(NamedTuple):
+    """What a module asked for, what those around it hold meanwhile, and from when to when it computed."""
+
+    name: str
+    chunk_ids: tuple[int, ...]
+    around: tuple[int, ...]
+    start_s: float
+    end_s: float
+
+
+_Pass = list[_Moment]
 
 
 class Recorder:
@@ -28,7 +40,7 @@ class Recorder:
         self._orders: dict[str, list[tuple[int, ...]]] = {}
         self._current: _Pass | None = None
         self._phase = ""
-        self._open: tuple[str, tuple[int, ...], float] | None = None
+        self._open: _Moment | None = None
 
     def begin(self, phase: str) -> None:
         self._phase = phase
@@ -39,14 +51,14 @@ class Recorder:
         """The model asks for the next chunks: the open moment's compute ends."""
         if self._current is None or self._open is None:
             return
-        name, chunk_ids, start_s = self._open
-        self._current.append((name, chunk_ids, start_s, self._now()))
+        self._current.append(self._open._replace(end_s=self._now()))
         self._open = None
 
-    def grant(self, name: str, chunk_ids: tuple[int, ...]) -> None:
-        """The chunks are there: the moment's compute begins."""
+    def grant(self, name: str, chunk_ids: tuple[int, ...], around: tuple[int, ...] = ()) -> None:
+        """The chunks are there: the moment's compute begins. `around` are those that have to be there all along."""
         if self._current is not None:
-            self._open = (name, chunk_ids, self._now())
+            now_s = self._now()
+            self._open = _Moment(name, chunk_ids, around, now_s, now_s)
 
     def end(self) -> bool:
         """End the pass; True when it used chunks in another order than the phase's last pass, or is its first."""
@@ -56,7 +68,7 @@ class Recorder:
         count = self._num_passes[self._phase] = self.num_passes(self._phase) + 1
         if self._settle is None or count <= NUM_PASSES_KEPT:
             self._passes.setdefault(self._phase, deque(maxlen=NUM_PASSES_KEPT)).append(self._current)
-        order = [moment[1] for moment in self._current]
+        order = [moment.chunk_ids for moment in self._current]
         is_new = order != self._orders.get(self._phase)
         self._orders[self._phase] = order
         self._current = None
@@ -79,10 +91,10 @@ class Recorder:
         if not passes:
             return None
         last = passes[-1]
-        alike = [p for p in passes if [m[:2] for m in p] == [m[:2] for m in last]]
+        alike = [p for p in passes if [m[:3] for m in p] == [m[:3] for m in last]]
         moments = (
-            Moment(name, chunk_ids, min(p[i][3] - p[i][2] for p in alike))
-            for i, (name, chunk_ids, _, _) in enumerate(last)
+            Moment(m.name, tuple(dict.fromkeys(m.chunk_ids + m.around)), min(p[i].end_s - p[i].start_s for p in alike))
+            for i, m in enumerate(last)
         )
         return Trace(phase, tuple(moments))
 
