@@ -13,8 +13,9 @@ from hetero.memory.plan import make_plan
 from hetero.memory.plan_types import BudgetError, Budgets, ChunkSpec, Links, Moment, Plan, Trace, uses_of
 from hetero.memory.trace import Recorder
 from hetero.memory.weights import Place
+from hetero.placing import RING
 from hetero.report.wrapped import TierShare, WrapPlan
-from hetero.streaming import RING, Streaming
+from hetero.streaming import Streaming
 
 FORWARD, TRAIN, BACKWARD = "forward", "train forward", "backward"
 
