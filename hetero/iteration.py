@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
@@ -11,13 +12,14 @@ from hetero.memory.gradients import GRADIENTS
 from hetero.memory.homes import WEIGHTS
 from hetero.memory.plan import make_plan
 from hetero.memory.plan_types import BudgetError, Budgets, ChunkSpec, Links, Moment, Plan, Trace, uses_of
+from hetero.memory.sizes import format_size
 from hetero.memory.trace import Recorder
-from hetero.memory.weights import Place
+from hetero.memory.weights import Place, WeightChunk
 from hetero.placing import RING
 from hetero.report.wrapped import TierShare, WrapPlan
 from hetero.streaming import Streaming
 
-FORWARD, TRAIN, BACKWARD = "forward", "train forward", "backward"
+FORWARD, TRAIN, BACKWARD = "forward", "forward with autograd", "backward"
 
 
 class IterationPlanner:
@@ -124,6 +126,40 @@ class IterationPlanner:
         held = self._ledger.holders(tier)
         others = sum(n for holder, n in held.items() if holder not in (WEIGHTS, RING, ACTIVATIONS))
         return others + max(held.get(ACTIVATIONS, 0), self._activation_peaks.get(tier, 0))
+
+    def explain(self) -> list[str]:
+        """One line per chunk: where it is, why, and what that costs or saves in every iteration."""
+        orders = self._orders()
+        streamed = {chunk.chunk_id for chunk in self._streaming.streamed}
+        streams = frozenset(streamed)
+        stays = Counter(use.chunk_id for order in orders for use in uses_of(order, streams))
+        lines = []
+        for chunk in self._streaming.chunks:
+            num_stays = stays[chunk.chunk_id]
+            if chunk.chunk_id not in streamed:
+                alone = streams | {chunk.chunk_id}
+                num_stays = sum(use.chunk_id == chunk.chunk_id for order in orders for use in uses_of(order, alone))
+            names = f" and {len(chunk.views) - 1} more" if len(chunk.views) > 1 else ""
+            lines.append(f"{chunk.name}{names}: {format_size(chunk.nbytes)}, {self._reason(chunk, num_stays)}")
+        return lines
+
+    def _reason(self, chunk: WeightChunk, num_stays: int) -> str:
+        streaming, links = self._streaming, self._links
+        tier = streaming.homes.tier_of(chunk.place)
+        if chunk.place is not Place.DISK and streaming.homes.stays(chunk):
+            return f"kept in {tier} by tensors outside the model"
+        where = f"stays in {tier}" if chunk.place is Place.FIRST else f"streams from {tier}"
+        if not num_stays:
+            return f"{where}; no iteration has used it yet"
+        comes_from_disk = chunk.place is Place.DISK or (chunk.place is Place.FIRST and streaming.homes.has_disk)
+        time_s = chunk.slot_nbytes / links.disk_bytes_per_s if comes_from_disk else 0.0
+        if streaming.first == "gpu" and links.gpu_bytes_per_s is not None:
+            time_s += chunk.nbytes / links.gpu_bytes_per_s
+        if not time_s:
+            return where
+        verb = "saves" if chunk.place is Place.FIRST else "costs"
+        times = "once" if num_stays == 1 else f"{num_stays} times"
+        return f"{where}, which {verb} {1000 * time_s:.3g} ms of transfer {times} per iteration"
 
     def describe(self, plan: Plan | None) -> WrapPlan:
         """Where the weights are now, and what an iteration like the last one costs there."""

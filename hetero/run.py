@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import weakref
@@ -28,6 +29,11 @@ from hetero.report.stats import RunStats, Traffic
 from hetero.report.timeline import CounterSample, Span, write_timeline
 from hetero.setup import Setup
 from hetero.tiers import Tiers
+
+logger = logging.getLogger("hetero")
+
+SLOW_FACTOR = 5
+"""A pass that takes so many times what was expected is worth a word."""
 
 
 class Run:
@@ -57,6 +63,8 @@ class Run:
         self._pass_lock = threading.Lock()
         self._pass_thread: int | None = None
         self._phase = ""
+        self._expected_s = setup.decision.plan.prediction.time_s  # for a decode pass, before any was measured
+        self._decode_times_s: list[float] = []  # of the first ones
         self._is_closed = False
         try:
             self._build()
@@ -131,6 +139,19 @@ class Run:
             trace = self.recorder.trace("decode")
             assert trace is not None
             self.decision.measured(trace)
+            self._note_decode_time(self.traffic.passes[-1].time_s)
+
+    def _note_decode_time(self, time_s: float) -> None:
+        """Say so if the first passes take many times what the machine promised while nothing else ran here."""
+        self._decode_times_s.append(time_s)
+        least_s = min(self._decode_times_s)
+        if len(self._decode_times_s) == NUM_PASSES_KEPT and least_s > SLOW_FACTOR * self._expected_s:
+            logger.warning(
+                "a token takes %.2f s where %.2f s were expected: other programs are busy, and torch's threads wait "
+                "for each other; OMP_NUM_THREADS=1 or OMP_WAIT_POLICY=passive may help",
+                least_s,
+                self._expected_s,
+            )
 
     def _check_size(self, batch: int, num_tokens: int, cache: Any) -> None:
         """Refuse a forward that would hold more than was reserved for keys, values and activations."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hetero.hooks import PassHooks
 from hetero.io.engine import Engine
-from hetero.io.errors import HeteroError, OutOfMemoryError
+from hetero.io.errors import HeteroError
 from hetero.io.scratch import ScratchStore
 from hetero.iteration import BACKWARD, FORWARD, TRAIN, IterationPlanner
 from hetero.memory.activations import ACTIVATIONS, ActivationStore, Policy
@@ -30,13 +30,14 @@ from hetero.memory.device import Device
 from hetero.memory.gradients import GRADIENTS, Gradients
 from hetero.memory.plan_types import Links
 from hetero.memory.schedule import Run, runs_of
+from hetero.memory.sizes import format_size
 from hetero.memory.trace import Recorder
-from hetero.memory.weights import Place, WeightChunk
+from hetero.memory.weights import WeightChunk
+from hetero.needs import Needs
 from hetero.outside import OutsideReads
-from hetero.planning import TooSmallError
 from hetero.report.progress import Progress, ProgressCallback
 from hetero.report.timeline import CounterSample, Span, write_timeline
-from hetero.report.wrapped import TierUse, WrapStats
+from hetero.report.wrapped import TierUse, WrapPlan, WrapStats
 from hetero.streaming import Lease, Streaming
 from hetero.turns import Holder
 
@@ -104,7 +105,10 @@ class WrappedRun:
         self._others_nbytes = _nbytes(others)
         self._trainable_nbytes = _nbytes([p for p in model.parameters() if p.requires_grad])
         self._persistent: set[int] = set()
-        self.ledger = Ledger(limits.ledger_limits() | ({"disk": store.nbytes} if store is not None else {}))
+        self._hooks = PassHooks(model, self)
+        self._viewed: WeightChunk | None = None  # the last that a backward has asked for
+        budgets = limits.ledger_limits() | ({"disk": store.nbytes} if store is not None else {})
+        self.ledger = Ledger(budgets, remedy=lambda *shortage: self._needs.remedy(*shortage))
         self.ledger.note("interpreter and libraries", limits.baseline.total_nbytes)
         self.recorder = Recorder(None if device.torch_device.type == "cpu" else partial(_settle, device))
         try:
@@ -120,8 +124,17 @@ class WrappedRun:
         except BaseException:
             resources.close()
             raise
+        self._needs = Needs(
+            self.streaming,
+            self.ledger,
+            bounce_nbytes=engine.bounce_nbytes,
+            others_nbytes=self._others_nbytes,
+            trainable_nbytes=self._trainable_nbytes,
+            activations=activations,
+            in_use=self._in_use,
+        )
         try:
-            self._check_budgets()
+            self._needs.check()
             first = self.streaming.first
             self.ledger.take(first, OTHERS, self._others_nbytes)
             self.ledger.take("cpu", BOUNCE, engine.bounce_nbytes)
@@ -143,48 +156,9 @@ class WrappedRun:
         self._gradients = None
         if device.torch_device.type != "cpu":
             self._gradients = Gradients(model.parameters(), chunks, device.torch_device, self._recover_if_interrupted)
-        self.plan = self._planner.describe(None)
-        self._hooks = PassHooks(model, self)
+        self._plan: WrapPlan | None = None  # none was made yet
         self._hooks.install()
         _live.append(self)
-
-    def _check_budgets(self) -> None:
-        """Refuse budgets that cannot hold one module's weights beside what never moves."""
-        has, streaming = self.limits.ledger_limits(), self.streaming
-        total = sum(chunk.nbytes for chunk in streaming.chunks)
-        kept = sum(chunk.nbytes for chunk in streaming.staying())
-        can_stream = streaming.homes.has_disk
-        needs = {"cpu": self._engine.bounce_nbytes}
-        if streaming.first == "gpu":
-            needs["gpu"] = self._others_nbytes + min(total, streaming.ring_nbytes)
-            needs["cpu"] += kept + min(total - kept, streaming.staging_nbytes) if can_stream else total
-        else:
-            rest = min(total - kept, streaming.ring_nbytes) if can_stream else total - kept
-            needs["cpu"] += self._others_nbytes + kept + rest
-        if all(nbytes <= has[tier] for tier, nbytes in needs.items()):
-            return
-        lines = [
-            f"{tier}_memory is {has[tier]} bytes, it needs {need}" for tier, need in needs.items() if need > has[tier]
-        ]
-        least = ", ".join(f"{tier}_memory={nbytes}" for tier, nbytes in sorted(needs.items()))
-        advice = "" if can_stream else '; with disk="FOLDER" weights can go there'
-        raise TooSmallError(
-            f"the budgets are too small for this model: {'; '.join(lines)}. "
-            f"The smallest that works for a forward pass is {least}{advice}{self._reason_for_kept('cpu')}",
-            needs,
-        )
-
-    def _reason_for_kept(self, tier: str) -> str:
-        """A sentence about the weights that cannot leave a tier; empty if there are none."""
-        streaming = self.streaming
-        kept = [chunk for chunk in streaming.staying() if streaming.homes.tier_of(chunk.place) == tier]
-        if not kept:
-            return ""
-        return (
-            f". {sum(chunk.nbytes for chunk in kept)} bytes of weights ({kept[0].name!r} for one) cannot leave {tier} "
-            "while tensors outside the model share their memory: drop other references to them, such as a kept "
-            f"state_dict, or raise {tier}_memory"
-        )
 
     def _tell(self, message: str) -> Callable[[int, int], None]:
         def tell(done_nbytes: int, total_nbytes: int) -> None:
@@ -260,6 +234,11 @@ class WrappedRun:
         lease = self.streaming.lease(chunks)
         self.recorder.grant(self._names[id(module)], tuple(chunk.chunk_id for chunk in chunks), self._around())
         return lease
+
+    def _in_use(self) -> set[int]:
+        """Chunks that the running operation looks at."""
+        viewed = (self._viewed.chunk_id,) if self._viewed is not None and self._backward is not None else ()
+        return {*(self._around() if self._hooks.is_computing else ()), *viewed}
 
     def _around(self) -> tuple[int, ...]:
         """Chunks of the modules that are under way, which stay where they are meanwhile."""
@@ -348,7 +327,7 @@ class WrappedRun:
             if self.streaming.streamed:
                 self._is_due = True
             else:
-                self.plan = replace(self._planner.describe(None), state="planned")
+                self._plan = replace(self._planner.describe(None), state="planned")
 
     def begin_backward(self) -> None:
         me, task = threading.get_ident(), torch._C._current_graph_task_id()
@@ -432,6 +411,7 @@ class WrappedRun:
         if self._is_closed:
             return make(chunk.base)
         self._hooks.turn.progress += 1
+        self._viewed = chunk
         self.recorder.request()
         tensor = self.streaming.view(chunk, make)
         self.recorder.grant(chunk.name, (chunk.chunk_id,))
@@ -460,19 +440,7 @@ class WrappedRun:
             if nbytes > self.ledger.free(tier) and self.streaming.collect_onlookers():
                 self._is_due |= self.streaming.make_room(nbytes)
         self._is_short |= holder == ACTIVATIONS and not self.ledger.can_take(tier, nbytes)
-        try:
-            self.ledger.take(tier, holder, nbytes)
-        except OutOfMemoryError as error:
-            reason = self._reason_for_kept(tier)
-            if not reason:
-                raise
-            raise OutOfMemoryError(
-                f"{str(error).rstrip('.')}{reason}",
-                tier=error.tier,
-                requested_nbytes=error.requested_nbytes,
-                free_nbytes=error.free_nbytes,
-                largest_holder=error.largest_holder,
-            ) from error
+        self.ledger.take(tier, holder, nbytes)
         if holder == ACTIVATIONS:
             self._planner.note_peak()
 
@@ -492,9 +460,20 @@ class WrappedRun:
             raise
         self.num_plans += 1
         self._book_gradients_at_home()
-        self.plan = self._planner.describe(plan)
+        self._plan = self._planner.describe(plan)
 
     # -- figures ------------------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> WrapPlan:
+        """Where the weights are and what an iteration costs: in the warm-up as they are now, then as last planned."""
+        if self._plan is not None:
+            return self._plan
+        plan = self._planner.describe(None)
+        if self._trainable_nbytes and not self.ledger.held(self.streaming.first, GRADIENTS):
+            note = f"training adds {format_size(self._trainable_nbytes)} of gradients, and what autograd saves"
+            plan = replace(plan, notes=[*plan.notes, note])
+        return plan
 
     def stats(self) -> WrapStats:
         """What happened so far: passes, bytes per link and tier, waits."""
@@ -515,26 +494,17 @@ class WrappedRun:
             activations_back_nbytes=self.activations.back_nbytes,
             num_unleased=self.streaming.num_unleased,
             num_plans=self.num_plans,
+            is_watching=self.is_watching or self._is_closed,
             executor=dict(executor),
         )
 
     def explain(self) -> str:
-        """Where each chunk is and why, as text."""
-        lines = [str(self.plan)]
-        for chunk in self.streaming.chunks:
-            where = {
-                Place.FIRST: f"stays in {self.streaming.first}",
-                Place.CPU: "streams from cpu",
-                Place.DISK: "streams from disk",
-            }[chunk.place]
-            if not self._is_closed and self.streaming.homes.stays(chunk):
-                where += f", kept in {self.streaming.homes.tier_of(chunk.place)} by tensors outside the model"
-            names = f" and {len(chunk.views) - 1} more" if len(chunk.views) > 1 else ""
-            lines.append(f"  {chunk.name}{names}: {chunk.nbytes} bytes, {where}")
-        return "\n".join(lines)
+        """Where each chunk is, why, and what that costs or saves per iteration, as text."""
+        return "\n".join([str(self.plan), *(f"  {line}" for line in self._planner.explain())])
 
     def trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the last passes and transfers as a Chrome trace."""
+        """Write the last passes and transfers as a Chrome trace, which opens in Perfetto. Raises ConfigError when there
+        is no such folder."""
         spans = [Span(name, lane, start, end) for lane, name, start, end in self.streaming.spans]
         used = CounterSample("bytes used", perf_counter(), {t: self.ledger.used(t) for t in self.ledger.tiers()})
         write_timeline(path, [*spans, *self._spans], [used])
@@ -547,6 +517,7 @@ class WrappedRun:
             return
         if torch._C._current_graph_task_id() != -1 or not self._hooks.turn.is_free(PATIENCE_S):
             raise HeteroError("the model is in the middle of a pass: close the run after it")
+        self._plan = self.plan  # as it was before the weights come home
         self._is_closed = True
         if self in _live:
             _live.remove(self)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hetero.io.errors import OutOfMemoryError
-from hetero.memory.sizes import format_size
+from hetero.memory.sizes import format_need, format_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +39,18 @@ class Ledger:
     """
 
     def __init__(
-        self, limits: Mapping[str, int], *, observer: Callable[[Ledger, LedgerEvent], None] | None = None
+        self,
+        limits: Mapping[str, int],
+        *,
+        observer: Callable[[Ledger, LedgerEvent], None] | None = None,
+        remedy: Callable[[str, str, int], str] | None = None,
     ) -> None:
         """`observer` is called under the lock after every event, on the thread that caused it. It may read this
-        ledger; what it raises reaches the caller of `take` or `give`, with the event booked."""
+        ledger; what it raises reaches the caller of `take` or `give`, with the event booked. `remedy(tier, holder,
+        short_nbytes)` says, in sentences, what to do where a budget is full."""
         self._tiers = {tier: _Tier(limit) for tier, limit in limits.items()}
         self._notes: dict[str, int] = {}
-        self._observer = observer
+        self._observer, self._remedy = observer, remedy or _raise_the_budget
         self._lock = threading.RLock()
 
     def take(self, tier: str, holder: str, nbytes: int) -> None:
@@ -145,10 +150,13 @@ class Ledger:
         owner = f"the largest holder is {largest!r} with {format_size(held)}" if largest else "nothing is held yet"
         return OutOfMemoryError(
             f"the {tier} budget is full: {holder!r} asks for {format_size(nbytes)}, and {format_size(free)} of "
-            f"{format_size(account.limit_nbytes)} are free ({owner}). Raise {tier}_memory by "
-            f"{format_size(nbytes - free)}, or use a smaller context or batch.",
+            f"{format_size(account.limit_nbytes)} are free ({owner}). {self._remedy(tier, holder, nbytes - free)}",
             tier=tier,
             requested_nbytes=nbytes,
             free_nbytes=free,
             largest_holder=largest,
         )
+
+
+def _raise_the_budget(tier: str, holder: str, short_nbytes: int) -> str:
+    return f"Raise {tier}_memory by at least {format_need(short_nbytes)}."

@@ -91,6 +91,14 @@ def format_size(nbytes: int) -> str:
     return f"{nbytes} bytes"
 
 
+def format_need(nbytes: int) -> str:
+    """Return a size for people that is never less than `nbytes`, in whole KiB at least."""
+    for unit in ("TiB", "GiB", "MiB"):
+        if abs(nbytes) >= _UNITS[unit]:
+            return f"{-(-nbytes * 10 // _UNITS[unit]) / 10:.1f} {unit}"
+    return f"{-(-nbytes // _UNITS['KiB'])} KiB"
+
+
 def parse_max_memory(max_memory: dict[Any, int | str]) -> tuple[int | str, int | str]:
     """Translate accelerate's `max_memory={0: "6GiB", "cpu": "16GiB"}` into (gpu_memory, cpu_memory).
 

@@ -176,6 +176,8 @@ def doctor(
 ) -> None:
     """Report what this machine offers to hetero, measure its disk and memory briefly, and say what is wrong."""
     _prepare(verbose, log_level, offline=True)
+    if disk is not None and not disk.is_dir():
+        raise ConfigError(f"--disk {disk} is not a folder: create it first")
     from hetero.cli import render
     from hetero.cli.doctor import examine
 

@@ -95,6 +95,9 @@ class ProgressView:
             return
         elapsed_s = self._last_report_s - self._phase_start_s
         rate = f", {format_rate(self._done_nbytes / elapsed_s)}" if self._done_nbytes and elapsed_s > 0 else ""
-        line = f"{self._phase}: {format_nbytes(self._done_nbytes)} in {elapsed_s:.1f} s{rate}"
+        if self._phase == "prefill":  # weights that the prompt has passed, wherever they are: no disk's rate
+            line = f"prefill: through {format_nbytes(self._done_nbytes)} of weights in {elapsed_s:.1f} s"
+        else:
+            line = f"{self._phase}: {format_nbytes(self._done_nbytes)} in {elapsed_s:.1f} s{rate}"
         self._console.print(line, style="dim", highlight=False)
         self._phase = None

@@ -50,6 +50,12 @@ def format_rate(bytes_per_s: float) -> str:
     return _scaled(bytes_per_s, 1000, _DECIMAL_UNITS)
 
 
+def format_time(time_s: float) -> str:
+    """Write a time with three digits: 0.0123 -> "12.3 ms", 2.5 -> "2.50 s"."""
+    unit, value = ("s", time_s) if time_s >= 0.9995 else ("ms", time_s * 1e3)
+    return f"{value:.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f} {unit}"
+
+
 def _scaled(value: float, step: int, units: tuple[str, ...]) -> str:
     for unit in units[:-1]:
         # Compared as it will be printed, so that 1023.96 KiB becomes "1.0 MiB" and not "1024.0 KiB".
@@ -71,9 +77,9 @@ def stats_line(stats: StatsDict) -> str:
         of_limit = f" of {format_rate(limit)}" if limit else ""
         parts.append(f"{name} {format_rate(link['bytes_per_s'] or 0)}{of_limit}")
     if stats["pass_s"]:
-        took = f"a pass took {stats['pass_s'] * 1e3:.0f} ms"
+        took = f"a pass took {format_time(stats['pass_s'])}"
         if stats["bound_s"] <= stats["pass_s"]:  # else the rates it comes from were taken on a busy machine
-            took += f", {stats['bound_s'] * 1e3:.0f} ms of {stats['bottleneck']} at least"
+            took += f", {format_time(stats['bound_s'])} of {stats['bottleneck']} at least"
         parts.append(took)
     huge, arenas = format_nbytes(stats["huge_page_nbytes"]), format_nbytes(stats["arena_nbytes"])
     parts.append(f"{huge} of {arenas} on huge pages")
@@ -130,8 +136,8 @@ def _phase_table(phases: Iterable[PhasePlan]) -> Table:
             str(phase["num_tokens"]),
             format_nbytes(phase["disk_nbytes"]),
             format_nbytes(phase["gpu_link_nbytes"]),
-            f"{phase['time_s'] * 1e3:.1f} ms",
-            f"{phase['bound_s'] * 1e3:.1f} ms",
+            format_time(phase["time_s"]),
+            format_time(phase["bound_s"]),
             phase["bottleneck"],
             "-" if tokens_per_s is None else f"{tokens_per_s:.2f}",
         )

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hetero.io.errors import ConfigError
+
 _PROCESS_ID = 1
 
 
@@ -51,7 +53,11 @@ def chrome_trace(spans: Iterable[Span], counters: Iterable[CounterSample] = ()) 
 
 
 def write_timeline(path: str | os.PathLike[str], spans: Iterable[Span], counters: Iterable[CounterSample] = ()) -> None:
-    """Write the trace to `path`, replacing what is there. Blocks; raises OSError as open() does."""
+    """Write the trace to `path`, replacing what is there. Blocks; raises ConfigError when there is no such folder, and
+    OSError as open() does."""
+    folder = Path(path).absolute().parent
+    if not folder.is_dir():
+        raise ConfigError(f"the trace cannot be written to {os.fspath(path)!r}: there is no folder {folder}")
     trace = chrome_trace(spans, counters)
     Path(path).write_text(json.dumps(trace, allow_nan=False, separators=(",", ":")) + "\n", encoding="utf-8")
 

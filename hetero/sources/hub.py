@@ -11,9 +11,11 @@ from typing import Any
 from hetero.io.errors import ConfigError
 from hetero.sources.skeleton import first_line
 
-_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_GGUF_ID = re.compile(r"([\w.-]+/[\w.-]+)/(.+\.gguf)")
+_NAME = r"[A-Za-z0-9_](?:[\w.-]*\w)?"  # what the hub takes; "./model" is a path
+_ID = re.compile(rf"{_NAME}(/{_NAME})?")
+_GGUF_ID = re.compile(rf"({_NAME}/{_NAME})/(.+\.gguf)")
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "chat_templates/*"]
+_MODEL_FILES = (".gguf", ".safetensors", ".json")  # the last one: an index of several .safetensors files
 _INDEX = "model.safetensors.index.json"
 
 
@@ -25,6 +27,8 @@ def locate(path_or_id: str | os.PathLike[str], *, revision: str | None, trust_re
     path = Path(path_or_id).expanduser()
     text = os.fspath(path_or_id)
     if text and path.exists():  # Path("") is the current folder
+        if path.is_file() and path.suffix not in _MODEL_FILES:
+            raise ConfigError(f"{text!r} is no model: give a checkpoint folder, a .gguf or .safetensors file")
         return path
     gguf = _GGUF_ID.fullmatch(text)
     if path.suffix in (".gguf", ".safetensors") and not gguf:
@@ -40,9 +44,11 @@ def locate(path_or_id: str | os.PathLike[str], *, revision: str | None, trust_re
     except ImportError as error:
         raise ConfigError(f"{text!r} does not exist; for hub ids install hetero[hf]") from error
     except (OSError, ValueError) as error:  # the hub client's errors derive from these
+        from huggingface_hub.constants import HF_HUB_OFFLINE
+
+        reason = "HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else first_line(error)
         raise ConfigError(
-            f"{text!r} is neither an existing path nor a model in the hub cache, and was not downloaded: "
-            f"{first_line(error)}"
+            f"{text!r} is neither an existing path nor a model in the hub cache, and was not downloaded: {reason}"
         ) from error
 
 

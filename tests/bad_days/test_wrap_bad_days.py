@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import hetero.wrapping
 from hetero.io.backends.base import Block
 from hetero.io.backends.faulty import Fault
 from hetero.io.errors import ConfigError, HeteroError, IOEngineError, OutOfMemoryError, UnsupportedError
+from hetero.memory.activations import Policy
 from hetero.planning import TooSmallError
 from hetero.wrapped import _live
 from tests.bad_days.rig import DEVICES, Disk
@@ -708,10 +710,56 @@ def test_training_that_does_not_fit_is_an_error_with_a_remedy_and_the_model_goes
     model = Net()
     with wrap(model, tmp_path, cpu_memory=(2 << 20) + 2 * LAYER_NBYTES) as run:
         for _ in range(2):
-            with pytest.raises(OutOfMemoryError, match=r"'gradients' asks for.*Raise cpu_memory by"):
+            with pytest.raises(OutOfMemoryError, match=r"'gradients' asks for.*Raise cpu_memory by at least"):
                 step(model)
         with torch.no_grad():
             for seed in range(4):
                 assert torch.equal(model(x(seed)), expected[seed][0])
         assert run.plan.num_streamed > 0
     check_plain(model, tmp_path, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_least_for_training_that_an_error_names_trains(
+    tmp_path: Path, device: str, expected: list[list[Tensor]]
+) -> None:
+    """Once what autograd saves has room as well, which no error can know before a forward."""
+
+    def budgets_in(text: str) -> dict[str, int]:
+        return {name: int(nbytes) for name, nbytes in re.findall(r"(\w+_memory)=(\d+)", text)}
+
+    tiny = {"cpu_memory": 4096} | ({"gpu_memory": 4096} if device == "emulated" else {})
+    with pytest.raises(TooSmallError) as refused:
+        wrap(Net(), tmp_path, device, **tiny)
+    forward, training = str(refused.value).split(", to train it ")
+    needs = budgets_in(training)
+    first = max(needs)  # "gpu_memory" where there is one
+    gradients_nbytes = needs[first] - budgets_in(forward.split("smallest that works")[1])[first]
+    assert gradients_nbytes == sum(p.nbytes for p in Net().parameters())
+    with wrap(Net(), tmp_path, device, **(needs | {first: needs[first] - 1})) as run:
+        with pytest.raises(OutOfMemoryError, match="'gradients' asks for") as full:
+            step(run.model)
+        assert budgets_in(str(full.value)) == needs
+    with wrap(Net(), tmp_path, device, **(needs | {first: needs[first] + 6 * x().nbytes})) as run:
+        assert all(torch.equal(a, b) for a, b in zip(step(run.model), expected[0], strict=True))
+        assert run.plan.num_streamed > 0
+
+
+@pytest.mark.parametrize("policy", ["auto", "keep"])
+@pytest.mark.parametrize("has_disk", [True, False], ids=["disk", "no disk"])
+def test_saved_activations_that_do_not_fit_are_an_error_with_the_ways_out(
+    tmp_path: Path, policy: Policy, has_disk: bool
+) -> None:
+    model = Net()
+    fixed = sum(p.nbytes for p in model.parameters()) + (2 << 20)
+    budget = {"cpu_memory": fixed + sum(p.nbytes for p in model.parameters()) + (4 << 10)}
+    disk = tmp_path if has_disk else None
+    with hetero.wrap(model, device="cpu", disk=disk, activations=policy, **budget) as run:
+        big = torch.randn(1 << 14, x().shape[1])
+        with pytest.raises(OutOfMemoryError, match="'activations' asks for") as full:
+            model(big)
+        assert run.stats().tiers["cpu"].peak_nbytes <= budget["cpu_memory"]
+    message = str(full.value)
+    assert ('disk="FOLDER", where weights' in message) is not has_disk
+    assert ('activations="auto"' in message) is (policy == "keep")
+    assert "use a smaller batch." in message and "outside the model" not in message

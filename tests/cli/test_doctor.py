@@ -126,3 +126,9 @@ def test_json_and_exit_code_tell_scripts(
     assert outcome.exit_code == 1
     assert [check["status"] for check in json.loads(outcome.stdout)["checks"]] == ["ok", "warn", "fail"]
     assert folders == [tmp_path]
+
+
+def test_a_folder_that_is_none_is_one_line(hetero_command: Callable[..., Any], tmp_path: Path) -> None:
+    outcome = hetero_command("doctor", "--disk", str(tmp_path / "none"))
+    assert outcome.exit_code == 2 and outcome.stdout == ""
+    assert outcome.stderr == f"hetero: ConfigError: --disk {tmp_path / 'none'} is not a folder: create it first\n"

@@ -26,7 +26,7 @@ def test_stdout_is_the_answer_and_stderr_the_rates(hetero_command: Callable[...,
     assert "load: 3.0 MiB in" in outcome.stderr
     assert "12 prompt tokens at 35.0/s; 3 generation tokens at 8.2/s" in outcome.stderr
     assert "disk 3.1 GB/s of 3.9 GB/s; gpu link 1.5 GB/s;" in outcome.stderr
-    assert "a pass took 20 ms, 10 ms of disk at least; 70.0 MiB of 72.0 MiB on huge pages;" in outcome.stderr
+    assert "a pass took 20.0 ms, 10.0 ms of disk at least; 70.0 MiB of 72.0 MiB on huge pages;" in outcome.stderr
     assert "peak gpu 23.0 MiB of 24.0 MiB, cpu 47.0 MiB of 48.0 MiB" in outcome.stderr
     assert run.num_closed == 1
 

@@ -26,7 +26,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return now
 
 
-def test_each_phase_has_one_line_with_its_own_rate(clock: SimpleNamespace) -> None:
+def test_each_phase_has_one_line_and_a_transfer_its_rate(clock: SimpleNamespace) -> None:
     text = io.StringIO()
     with ProgressView(Console(file=text)) as view:
         for done, at_s in ((0, 100.0), (4, 101.0), (8, 102.0)):
@@ -38,7 +38,10 @@ def test_each_phase_has_one_line_with_its_own_rate(clock: SimpleNamespace) -> No
         view.stop()
         view(report("decode", 8))
 
-    assert text.getvalue().splitlines() == ["load: 8.0 MiB in 2.0 s, 4.2 MB/s", "prefill: 8.0 MiB in 4.0 s, 2.1 MB/s"]
+    assert text.getvalue().splitlines() == [
+        "load: 8.0 MiB in 2.0 s, 4.2 MB/s",
+        "prefill: through 8.0 MiB of weights in 4.0 s",
+    ]
 
 
 def test_an_unfinished_phase_says_nothing(clock: SimpleNamespace) -> None:

@@ -58,7 +58,7 @@ def test_any_module_trains_exactly(tmp_path: Path) -> None:
     assert "before: warm-up" in outcome.stdout and "after: planned" in outcome.stdout
     assert num_read_nbytes(outcome.stdout) > 0
     names = {event["name"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
-    assert {"train forward", "backward"} <= names
+    assert {"forward with autograd", "backward"} <= names
 
 
 def test_wrap_llm_trains_and_speaks_exactly(tmp_path: Path) -> None:

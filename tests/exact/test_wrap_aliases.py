@@ -132,7 +132,7 @@ def test_a_budget_that_what_is_kept_does_not_fit_into_is_refused(device: str, tm
         hetero.wrap(model, device=device, disk=tmp_path, **budgets)
     message = str(caught.value)
     assert f"{weights} bytes of weights ('blocks.0.up.weight' for one) cannot leave cpu" in message
-    assert "kept state_dict" in message and message.endswith("or raise cpu_memory")
+    assert "kept state_dict" in message and message.endswith("or raise cpu_memory.")
     assert [p.data_ptr() for p in model.parameters()] == addresses and not list(tmp_path.iterdir())
     budgets["cpu_memory"] = caught.value.needs["cpu"]
     with torch.no_grad(), hetero.wrap(model, device=device, disk=tmp_path, **budgets):

@@ -22,6 +22,7 @@ from hetero.memory.budget import (
     process_baseline,
     resolve_budgets,
 )
+from hetero.memory.sizes import format_need
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -141,6 +142,12 @@ def test_printed_sizes_can_be_typed_in_again(nbytes: int) -> None:
     printed = format_size(nbytes).removesuffix(" bytes")
     again = parse_size(printed, name="x", allow_zero=True)
     assert abs(again - nbytes) <= max(nbytes // 18, 0)
+
+
+@given(nbytes=st.integers(0, 1 << 50))
+def test_a_need_typed_in_again_is_enough(nbytes: int) -> None:
+    again = parse_size(format_need(nbytes), name="x", allow_zero=True)
+    assert nbytes <= again <= nbytes + max(nbytes // 9, 1023)
 
 
 def test_accelerate_max_memory() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -49,3 +50,44 @@ def test_traffic_is_not_foretold_before_it_is_known(tmp_path: Path, no_leaks: No
             run.model(torch.ones(1, 128))
         assert run.plan.disk_nbytes > 0
         assert "from disk" in str(run.plan)
+
+
+def test_explain_counts_the_visits_and_prices_them(tmp_path: Path, no_leaks: None) -> None:
+    with wrap(tmp_path) as run, torch.no_grad():
+        assert run.explain().count("no iteration has used it yet") == NUM_LAYERS
+        for _ in range(2):
+            run.model(torch.ones(1, 128))
+        lines = run.explain().splitlines()
+        streams = [line for line in lines if "streams from disk, which costs" in line]
+        stays = [line for line in lines if "stays in cpu, which saves" in line]
+        assert len(streams) == run.plan.num_streamed > 0
+        assert len(stays) == NUM_LAYERS - len(streams)
+        assert all("64.0 KiB" in line and "once per iteration" in line for line in [*streams, *stays])
+        slots = {chunk.slot_nbytes for chunk in run.streaming.streamed}  # a page longer where memory begins amid one
+        costs = [f"costs {1000 * nbytes / run.links.disk_bytes_per_s:.3g} ms" for nbytes in slots]
+        assert all(any(cost in line for cost in costs) for line in streams)
+
+
+def test_the_plan_before_training_names_the_gradients(tmp_path: Path, no_leaks: None) -> None:
+    model = make_model()
+    with hetero.wrap(model, device="cpu", cpu_memory=2 * BUDGET_NBYTES, disk=tmp_path) as run:
+        assert "training adds 1.0 MiB of gradients" in str(run.plan)
+        model(torch.ones(1, 128)).sum().backward()
+        assert "training adds" not in str(run.plan)
+    with hetero.wrap(model.requires_grad_(False), device="cpu", disk=tmp_path) as run:
+        assert "training adds" not in str(run.plan)
+
+
+def test_stats_say_when_passes_are_seen_no_more(no_leaks: None) -> None:
+    model = make_model()
+    with hetero.wrap(model, device="cpu") as run:
+        assert "unseen" not in str(run.stats())
+        for _ in range(2):
+            model(torch.ones(1, 128)).sum().backward()
+        assert run.stats().passes["backward"] == 1 and not run.stats().is_watching
+        assert "passes run unseen" in str(run.stats())
+
+
+def test_a_trace_into_no_folder_is_refused_by_name(tmp_path: Path, no_leaks: None) -> None:
+    with wrap(tmp_path) as run, pytest.raises(hetero.ConfigError, match="there is no folder"):
+        run.trace(tmp_path / "none" / "trace.json")

@@ -151,3 +151,19 @@ def test_a_cached_gguf_of_an_id(hub: Path) -> None:
 @pytest.mark.parametrize("name", ["owner/name", "name", "owner/name/file.gguf", "/no/such/path", "a b", "a/b/c/d", ""])
 def test_neither_a_path_nor_an_id(name: str, hub: Path) -> None:
     refused(ConfigError, name, repr(name))
+
+
+def test_a_mistyped_path_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for text in ("./nosuch", "../no/such", ".hidden", "folder/", str(tmp_path / "nosuch")):
+        refused(ConfigError, text, repr(text), "does not exist")
+
+
+def test_a_file_that_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("# not a model")
+    refused(ConfigError, tmp_path / "README.md", "README.md", "is no model", ".gguf or .safetensors")
+
+
+def test_a_hub_id_that_must_not_be_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    refused(ConfigError, "owner/no-such-model", "'owner/no-such-model'", "HF_HUB_OFFLINE is set")
