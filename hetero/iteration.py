@@ -106,7 +106,12 @@ class IterationPlanner:
         parts = [self._recorder.trace(phase) for phase in (TRAIN, BACKWARD)]
         if parts[0] is None or parts[1] is None:
             parts = [self._recorder.trace(FORWARD) or parts[0]]
-        moments = [moment for part in parts if part is not None for moment in part.moments]
+        moments: list[Moment] = []
+        starts = set()  # copies of homes exist only inside a pass, so each begins with empty rings
+        for part in parts:
+            if part is not None:
+                starts.add(len(moments))
+                moments += part.moments
         if not moments:
             return None
         rare = self._planned_ids - {chunk_id for moment in moments for chunk_id in moment.chunk_ids}
@@ -114,7 +119,7 @@ class IterationPlanner:
             chunk_ids = tuple(chunk.chunk_id for chunk in chunks)
             if rare.intersection(chunk_ids):
                 moments.append(Moment(self._names[module], chunk_ids, 0.0))
-        return Trace("iteration", tuple(moments))
+        return Trace("iteration", tuple(moments), frozenset(starts))
 
     def _orders(self) -> list[list[tuple[int, ...]]]:
         """The chunks of each moment of an iteration, per phase: of training if there was any, else of a forward."""

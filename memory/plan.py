@@ -6,11 +6,16 @@ Note [ring sizes]
     rings are simulated, and the fastest is taken; among those within TOLERANCE of it the one with the least traffic,
     then with the smallest rings. The search ends early when a candidate reaches the bound of the least traffic, which
     no other can beat.
+
+Note [starts]
+    What the first moment after a start needs cannot be fetched while something else computes. Traffic does not tell
+    such chunks from others, so placements that keep them are simulated as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from statistics import median_low
@@ -60,6 +65,28 @@ def make_plan(chunks: Sequence[ChunkSpec], trace: Trace, budgets: Budgets, links
     BudgetError, with the smallest budget that works, when a tier cannot hold what must pass through it.
     """
     assert (budgets.gpu_nbytes is None) == (links.gpu_bytes_per_s is None), "a gpu tier has a budget and a link"
+    candidates = _candidates(chunks, trace, budgets, links)
+    if trace.starts:
+        first = _needed_first(trace)
+        with suppress(BudgetError):
+            kept = [replace(chunk, pinned=chunk.pinned or chunk.chunk_id in first) for chunk in chunks]
+            candidates += _candidates(kept, trace, budgets, links)
+    fastest_s = min(plan.prediction.time_s for plan in candidates)
+    fast = [plan for plan in candidates if plan.prediction.time_s <= fastest_s * (1 + TOLERANCE)]
+    chosen = min(fast, key=_traffic_of)
+    return replace(chosen, prediction=predict(simulate(chosen, chunks, trace, links, with_spans=False), trace, links))
+
+
+def _needed_first(trace: Trace) -> set[int]:
+    """What the first moment after each start that needs anything needs."""
+    found: set[int] = set()
+    for start in trace.starts:
+        found.update(next((m.chunk_ids for m in trace.moments[start:] if m.chunk_ids), ()))
+    return found
+
+
+def _candidates(chunks: Sequence[ChunkSpec], trace: Trace, budgets: Budgets, links: Links) -> list[Plan]:
+    """Plans of the least traffic and with larger rings, the fastest of which is worth taking."""
     workload = Workload(chunks, trace)
     workload.check(budgets)
     placement = Placement(workload, budgets)
@@ -77,9 +104,7 @@ def make_plan(chunks: Sequence[ChunkSpec], trace: Trace, budgets: Budgets, links
             residency = placement.residency(choice, ring_nbytes, staging_nbytes)
             candidates.append(_predicted(residency, chunks, trace, links, NUM_PASSES_OF_SEARCH))
             fastest_s = min(fastest_s, candidates[-1].prediction.time_s)
-    fast = [plan for plan in candidates if plan.prediction.time_s <= fastest_s * (1 + TOLERANCE)]
-    chosen = min(fast, key=_traffic_of)
-    return replace(chosen, prediction=predict(simulate(chosen, chunks, trace, links, with_spans=False), trace, links))
+    return candidates
 
 
 def smallest_budgets(chunks: Sequence[ChunkSpec], trace: Trace, *, gpu: bool) -> Budgets:
@@ -117,7 +142,8 @@ def _sizes(needed_nbytes: int, typical_nbytes: int, has_gpu: bool) -> list[int]:
 
 def _predicted(residency: Residency, chunks: Sequence[ChunkSpec], trace: Trace, links: Links, num_passes: int) -> Plan:
     first = residency.cpu_resident if links.gpu_bytes_per_s is None else residency.gpu_resident
-    uses = uses_of((moment.chunk_ids for moment in trace.moments), streamed_chunks(chunks, trace, first))
+    streamed = streamed_chunks(chunks, trace, first)
+    uses = uses_of((moment.chunk_ids for moment in trace.moments), streamed, trace.starts)
     plan = Plan(
         phase=trace.phase,
         gpu_resident=residency.gpu_resident,

@@ -52,10 +52,15 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The moments of one pass of a phase, in order. The pass repeats."""
+    """The moments of one pass of a phase, in order. The pass repeats.
+
+    `starts` are the moments before which nothing can be fetched, because chunks may change until then: there the rings
+    are empty, and no stay goes on. Empty: passes follow one another without a break.
+    """
 
     phase: str
     moments: tuple[Moment, ...]
+    starts: frozenset[int] = frozenset()
 
     @property
     def compute_s(self) -> float:
@@ -146,15 +151,19 @@ class Use(NamedTuple):
     last_moment: int
 
 
-def uses_of(moments: Iterable[Sequence[int]], streamed: frozenset[int] | set[int]) -> list[Use]:
+def uses_of(
+    moments: Iterable[Sequence[int]], streamed: frozenset[int] | set[int], starts: frozenset[int] = frozenset()
+) -> list[Use]:
     """Turn the chunk ids of a pass's moments into stays, in the order they enter the ring.
 
     A chunk stays while successive moments that stream anything use it; moments that use residents only do not end a
-    stay. The executor's `runs_of` follows the same rule.
+    stay, those in `starts` end all. The executor's `runs_of` follows the same rule.
     """
     stays: list[list[int]] = []
     previous: dict[int, list[int]] = {}
     for position, chunk_ids in enumerate(moments):
+        if position in starts:
+            previous = {}
         current: dict[int, list[int]] = {}
         for chunk_id in chunk_ids:
             if chunk_id not in streamed or chunk_id in current:

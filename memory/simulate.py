@@ -13,6 +13,7 @@ Note [rules]
        hides it otherwise), the gpu link's on every copy.
     5. The rows of a lookup table are read when its moment is reached, ahead of what is queued: the moment waits for
        latency and transfer, and the next chunk's read is longer by the transfer.
+    6. At a start of the trace nothing is under way: no transfer for a moment after it begins before it.
     All start times are maxima over earlier ones, in schedule order, so one walk gives the events without a heap.
 """
 
@@ -178,7 +179,7 @@ class _Run:
         self.specs = {c.chunk_id: c for c in chunks if c.chunk_id in streamed}
         self.host = plan.cpu_resident if self.has_gpu else frozenset[int]()
         self.trace = trace
-        uses = uses_of((moment.chunk_ids for moment in trace.moments), streamed)
+        uses = uses_of((moment.chunk_ids for moment in trace.moments), streamed, trace.starts)
         assert tuple(use.chunk_id for use in uses) == plan.schedule, "the schedule is not what residents leave over"
         self.starting: list[list[Use]] = [[] for _ in trace.moments]
         for use in uses:
@@ -189,6 +190,7 @@ class _Run:
         self.links = _Links(links)
         self.spans: list[Span] | None = [] if has_spans else None
         self.now_s = 0.0  # the end of the last moment computed
+        self.start_s = 0.0  # nothing is fetched before
         self.compute_busy_s = 0.0
         self.num_refetches = 0
         self.stays: dict[int, tuple[Use, tuple[int, int]]] = {}  # open stays by chunk, in order
@@ -200,6 +202,8 @@ class _Run:
         """The end of the pass."""
         for position, moment in enumerate(self.trace.moments):
             ready_s = self.now_s
+            if position in self.trace.starts:
+                self.start_s = self.now_s
             if position in self.rows:
                 ready_s += self.links.read_rows(self.rows[position])
                 self._span("disk", f"{moment.name} rows", self.now_s, ready_s)
@@ -222,10 +226,10 @@ class _Run:
     def _fetch(self, use: Use) -> float:
         """Bring a chunk into the ring; returns when it is there."""
         spec = self.specs[use.chunk_id]
-        not_before_s = self.stay_end_s.get(use.chunk_id, 0.0)
+        not_before_s = max(self.start_s, self.stay_end_s.get(use.chunk_id, 0.0))
         staged: tuple[int, int] | None = None
         if self.has_gpu and use.chunk_id not in self.host:
-            taken = self.staging.take(spec.nbytes, self.taken_s[0])
+            taken = self.staging.take(spec.nbytes, max(self.start_s, self.taken_s[0]))
             assert taken is not None, "the staging ring is smaller than a chunk that passes through it"
             staged = taken[0]
             not_before_s = max(not_before_s, self._read(spec, taken[1]))

@@ -44,7 +44,7 @@ class Workload:
         self._shared_needs = tuple(need for need in self.needs if len(need) > 1)
         self.need_nbytes = tuple(self.size_of(need) for need in self.needs)
         self.num_stays = {i: 0 for i in self.free}
-        for use in uses_of(self._moments, free):
+        for use in uses_of(self._moments, free, trace.starts):
             self.num_stays[use.chunk_id] += 1
         self.disk_value = {i: self.specs[i].read_nbytes * num for i, num in self.num_stays.items()}
         self.link_value = {i: self.nbytes[i] * num for i, num in self.num_stays.items()}
@@ -62,7 +62,7 @@ class Workload:
         if self._is_simple:  # then nobody's residency changes how often another chunk comes
             disk_nbytes = sum(self.specs[i].read_nbytes for i in on_disk)
             return Traffic(disk_nbytes, self.size_of(streamed) if has_gpu else 0)
-        uses = uses_of(self._moments, streamed)
+        uses = uses_of(self._moments, streamed, self.trace.starts)
         disk_nbytes = sum(self.specs[use.chunk_id].read_nbytes for use in uses if use.chunk_id in on_disk)
         return Traffic(disk_nbytes, sum(self.nbytes[use.chunk_id] for use in uses) if has_gpu else 0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -113,6 +114,35 @@ def test_a_chunk_stays_for_successive_moments_and_returns_for_later_ones() -> No
     assert simulation.disk_nbytes == 3 * PAGE
     # Chunk 0 stays over the resident's moment; after the last moment it is fetched anew for the first one.
     assert simulation.pass_s == pytest.approx(6 * 1.0 + 3 * 1.0)
+
+
+@pytest.mark.parametrize(
+    ("starts", "expected_s"),
+    [((), 4 * 1.0), ((0,), 4 * 1.0 + 1.0), ((0, 2), 4 * 1.0 + 2.0), ((0, 1, 2, 3), 4 * 1.0 + 4.0)],
+    ids=str,
+)
+def test_what_is_needed_first_after_a_start_is_waited_for(starts: tuple[int, ...], expected_s: float) -> None:
+    chunks = [chunk(i) for i in range(4)]
+    trace = replace(one_each(4, 1.0), starts=frozenset(starts))
+    simulation = simulate(plan_of((0, 1, 2, 3), cpu_ring=3), chunks, trace, links(gpu=False))
+    assert simulation.pass_s == pytest.approx(expected_s)
+    assert simulation.disk_nbytes == 4 * PAGE
+
+
+def test_a_start_ends_every_stay() -> None:
+    chunks = [chunk(0), chunk(1)]
+    trace = Trace("iteration", (Moment("a", (0,), 1.0), Moment("b", (0,), 1.0)), frozenset({0, 1}))
+    simulation = simulate(plan_of((0, 0), cpu={1}, cpu_ring=2), chunks, trace, links(gpu=False))
+    assert simulation.disk_nbytes == 2 * PAGE
+    assert simulation.pass_s == pytest.approx(2 * 1.0 + 2 * 1.0)
+
+
+def test_a_start_waits_for_staging_as_well() -> None:
+    chunks = [chunk(i) for i in range(2)]
+    trace = replace(one_each(2, 10.0), starts=frozenset({0, 1}))
+    simulation = simulate(plan_of((0, 1), cpu_ring=2, gpu_ring=2), chunks, trace, links(gpu=True))
+    assert bars(simulation, "disk")[:2] == [("chunk 0", 0.0, 1.0), ("chunk 1", 11.5, 12.5)]
+    assert simulation.pass_s == pytest.approx(2 * (1.5 + 10.0))
 
 
 def test_gaps_too_small_for_a_moment_cost_a_second_fetch() -> None:
@@ -271,6 +301,7 @@ def check_lanes_are_serial(simulation: Simulation) -> None:
 @given(data=st.data())
 def test_bytes_bounds_and_rings_hold_for_every_plan(gpu: bool, data: st.DataObject) -> None:
     chunks, trace = data.draw(workloads())
+    trace = replace(trace, starts=data.draw(st.frozensets(st.integers(0, len(trace.moments)))))
     budgets = data.draw(budgets_for(chunks, gpu=gpu))
     rates: Links = data.draw(
         st.builds(
