@@ -208,11 +208,11 @@ def main() -> None:
             "Overlap on the emulated GPU",
             f"A forward and backward of the same model, {NUM_TOKENS_OVERLAP} tokens; its gradients and part of its "
             "weights fit the gpu tier, the rest crosses the link twice a step. Plain and wrapped steps in turn; medians"
-            f" of {NUM_STEPS}; compute is the plain one. A backward computes for twice as long as its forward and moves as "
-            "much, so a step cannot be as short as the larger of both sums where one is the larger in the forward and "
-            "the other in the backward: planned is what the plan expects. The link is a thread that copies, and takes core and memory "
-            "bandwidth from compute that uses every core; a GPU has engines of its own for it, which a core that "
-            f"compute leaves alone stands for.\n\n{overlap_table}",
+            f" of {NUM_STEPS}; compute is the plain one. A backward computes for twice as long as its forward and moves"
+            " as much, so a step cannot be as short as the larger of both sums where one is the larger in the forward "
+            "and the other in the backward: planned is what the plan expects. The link is a thread that copies, and "
+            "takes core and memory bandwidth from compute that uses every core; a GPU has engines of its own for it, "
+            f"which a core that compute leaves alone stands for.\n\n{overlap_table}",
         ),
         ("Machine and versions", markdown_table(["", ""], facts)),
         ("Command", f"`{public_command(sys.argv)}`"),
