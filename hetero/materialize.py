@@ -9,8 +9,9 @@ from torch import Tensor
 
 from hetero.cpu_kernels.dequantize import dequantize_rows, dequantize_scratch_nbytes
 from hetero.cpu_kernels.formats import format_for
+from hetero.io.arena import round_up
 from hetero.layout import ADDRESS_ALIGNMENT_NBYTES, Weight
-from hetero.memory.chunk import PlacedPart, align_up
+from hetero.memory.chunk import PlacedPart
 from hetero.sources import ParamSource
 
 WORK_NBYTES = 256 << 10
@@ -32,13 +33,13 @@ def scratch_need(weight: Weight, num_rows: int | None = None) -> Need:
     source = weight.source
     numel = source.nbytes // weight.row_nbytes * weight.num_cols
     rows = numel // weight.num_cols if num_rows is None else num_rows
-    numbers = align_up(rows * weight.num_cols * weight.dtype.itemsize, ADDRESS_ALIGNMENT_NBYTES)
+    numbers = round_up(rows * weight.num_cols * weight.dtype.itemsize, ADDRESS_ALIGNMENT_NBYTES)
     work = dequantize_scratch_nbytes(source.format, rows, weight.num_cols, weight.dtype, scratch_nbytes=WORK_NBYTES)
     if source.row_permutation is not None:
-        work += align_up(rows * weight.row_nbytes, ADDRESS_ALIGNMENT_NBYTES)
+        work += round_up(rows * weight.row_nbytes, ADDRESS_ALIGNMENT_NBYTES)
     if source.transform != "none":
         numbers *= 2
-    return Need(numbers, align_up(work, ADDRESS_ALIGNMENT_NBYTES))
+    return Need(numbers, round_up(work, ADDRESS_ALIGNMENT_NBYTES))
 
 
 class Scratch:
@@ -48,7 +49,7 @@ class Scratch:
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.nbytes = align_up(nbytes, ADDRESS_ALIGNMENT_NBYTES)
+        self.nbytes = round_up(nbytes, ADDRESS_ALIGNMENT_NBYTES)
         base = torch.empty(self.nbytes + ADDRESS_ALIGNMENT_NBYTES, dtype=torch.uint8, device=device)
         self._bytes = base[-base.data_ptr() % ADDRESS_ALIGNMENT_NBYTES :][: self.nbytes]
         self._used = 0
@@ -57,7 +58,7 @@ class Scratch:
         self._used = 0
 
     def take(self, nbytes: int) -> Tensor:
-        start, self._used = self._used, self._used + align_up(nbytes, ADDRESS_ALIGNMENT_NBYTES)
+        start, self._used = self._used, self._used + round_up(nbytes, ADDRESS_ALIGNMENT_NBYTES)
         assert self._used <= self.nbytes, f"scratch of {self.nbytes} bytes is short of {self._used}"
         return self._bytes[start : start + nbytes]
 

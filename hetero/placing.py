@@ -10,11 +10,11 @@ from dataclasses import asdict
 
 from torch import nn
 
+from hetero.io.arena import round_up
 from hetero.io.engine import Engine
 from hetero.io.errors import OutOfMemoryError
 from hetero.io.scratch import ScratchStore
 from hetero.memory.budget import Ledger
-from hetero.memory.chunk import align_up
 from hetero.memory.device import Device
 from hetero.memory.executor import Executor
 from hetero.memory.homes import WEIGHTS, Homes
@@ -193,7 +193,7 @@ class Placing:
         second = plan.cpu_resident if self.first == "gpu" else frozenset()
         streamed, below = set(plan.schedule), Place.DISK if self.homes.has_disk else Place.CPU
         rings = {"gpu": plan.gpu_ring_nbytes, "cpu": staging_nbytes}
-        left = {tier: nbytes - align_up(max(rings.get(tier, 0), 1)) for tier, nbytes in room.items()}
+        left = {tier: nbytes - round_up(max(rings.get(tier, 0), 1)) for tier, nbytes in room.items()}
         goals = {}
         kept = {chunk.chunk_id for chunk in self.chunks if self.homes.stays(chunk)}
         planned = first | second | streamed
@@ -228,7 +228,7 @@ class Placing:
         keepers = []
         try:
             for tier, nbytes in sizes.items():
-                nbytes = align_up(max(nbytes, 4096))
+                nbytes = round_up(max(nbytes, 4096))
                 self._ledger.take(tier, RING, nbytes)
                 self._rings.callback(self._ledger.give, tier, RING, nbytes)
                 allocate = self._device.allocate if tier == "gpu" else self._device.allocate_host
@@ -280,7 +280,7 @@ class Placing:
         """Open the executor, with room in RAM for what room was made by since these sizes were right."""
         if self.first == "gpu" and any(chunk.place is Place.DISK for chunk in self.chunks):
             staging_nbytes = max(staging_nbytes, self.staging_nbytes)
-            self.make_host_room(align_up(max(staging_nbytes, 4096)))
+            self.make_host_room(round_up(max(staging_nbytes, 4096)))
         self.open_executor(ring_nbytes, staging_nbytes)
 
     def make_room(self, nbytes: int) -> bool:
@@ -289,7 +289,7 @@ class Placing:
         True if any went.
         """
         num_moves = self.homes.num_moves
-        need = nbytes + (0 if self.executor is not None else align_up(max(self.ring_nbytes, 4096)))
+        need = nbytes + (0 if self.executor is not None else round_up(max(self.ring_nbytes, 4096)))
         for chunk in self.chunks:  # those that backward needs last
             if self._ledger.free(self.first) >= need:
                 break
@@ -314,7 +314,7 @@ class Placing:
         if self.first != "gpu" or not self.homes.has_disk or self._ledger.free("cpu") >= nbytes:
             return
         was_open, (ring_nbytes, staging_nbytes) = self.executor is not None, self._ring_sizes
-        least_nbytes = align_up(max(self.staging_nbytes, 4096)) if was_open else 0
+        least_nbytes = round_up(max(self.staging_nbytes, 4096)) if was_open else 0
         if was_open:
             self.close_executor()
         for chunk in self.chunks:
@@ -324,7 +324,7 @@ class Placing:
                 self.homes.move(chunk, Place.DISK)
         if was_open:
             left_nbytes = self._ledger.free("cpu") - nbytes
-            fits = self.staging_nbytes <= align_up(max(staging_nbytes, 4096)) <= left_nbytes
+            fits = self.staging_nbytes <= round_up(max(staging_nbytes, 4096)) <= left_nbytes
             self.open_executor(ring_nbytes, staging_nbytes if fits else self.staging_nbytes)
 
     def _below(self, chunk: WeightChunk) -> Place | None:

@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import nn
 
+from hetero.io.arena import round_up
 from hetero.io.errors import ConfigError
 from hetero.layout import Layout, build_layout
 from hetero.materialize import scratch_need
 from hetero.measure import ComputeRates
 from hetero.memory.budget import MemoryLimits, format_size
-from hetero.memory.chunk import align_up
 from hetero.memory.plan import make_plan, predict, smallest_budgets
 from hetero.memory.plan_types import BudgetError, Budgets, ChunkSpec, Links, Plan, Prediction, Trace
 from hetero.memory.residency import BLOCK_NBYTES
@@ -83,7 +83,7 @@ class Reserves:
 
     def add(self, tier: str, holder: str, nbytes: int) -> None:
         if nbytes:
-            self.holders[tier][holder] = self.holders[tier].get(holder, 0) + align_up(nbytes)
+            self.holders[tier][holder] = self.holders[tier].get(holder, 0) + round_up(nbytes)
 
     def nbytes(self, tier: str) -> int:
         return sum(self.holders[tier].values())

@@ -21,7 +21,7 @@ from hetero.inference.generate import Segment, stream_text
 from hetero.io.engine import EngineStats
 from hetero.io.errors import CheckpointError, ConfigError, HeteroError
 from hetero.memory.device import Device
-from hetero.memory.schedule import runs_of
+from hetero.memory.schedule import stays_of
 from hetero.memory.trace import NUM_PASSES_KEPT, Recorder
 from hetero.planning import PlanReport
 from hetero.report.progress import Progress, ProgressCallback
@@ -134,7 +134,7 @@ class Run:
         self.traffic.end(self._totals())
         if self.recorder.end():
             streamed = set(self.decision.plan.schedule)
-            self.executor.follow(runs_of(self.recorder.order(self._phase), streamed))
+            self.executor.follow(stays_of(self.recorder.order(self._phase), streamed))
         if self._phase == "decode" and self.recorder.num_passes("decode") <= NUM_PASSES_KEPT:
             trace = self.recorder.trace("decode")
             assert trace is not None

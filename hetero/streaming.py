@@ -20,7 +20,7 @@ from hetero.memory.device import Device
 from hetero.memory.executor import Executor
 from hetero.memory.kept import KeptViews
 from hetero.memory.pipeline import InterruptedPassError
-from hetero.memory.schedule import Run
+from hetero.memory.schedule import Stay
 from hetero.memory.states import Residency
 from hetero.memory.weights import Place, WeightChunk, num_holders, span_of
 from hetero.placing import Placing
@@ -95,7 +95,7 @@ class Streaming(Placing):
 
     # -- leases -------------------------------------------------------------------------------------------------------
 
-    def restart(self, runs: Sequence[Run], phase: str = "") -> None:
+    def restart(self, stays: Sequence[Stay], phase: str = "") -> None:
         """A pass begins (its order and phase) or ends (nothing): before and after it homes are the only copies.
 
         Views of slots that somebody keeps get today's values when one begins.
@@ -106,7 +106,7 @@ class Streaming(Placing):
             self.kept_views.refresh()
             self._copies.refresh()
         if self.executor is not None:
-            self.executor.restart(runs)
+            self.executor.restart(stays)
             for chunk in self.streamed:
                 chunk.version = chunk.counter()
 

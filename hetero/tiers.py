@@ -19,7 +19,7 @@ from hetero.memory.device import ArenaLike, Device
 from hetero.memory.executor import Executor
 from hetero.memory.loader import ResidentLoader
 from hetero.memory.ring import Ring
-from hetero.memory.schedule import runs_of
+from hetero.memory.schedule import stays_of
 from hetero.planning import Decision
 from hetero.report.progress import Progress, ProgressCallback
 
@@ -124,7 +124,7 @@ class Tiers:
             staging=rings["cpu"] if first == "gpu" else None,
             resident=places[first],
             host={i: (address, sizes[i]) for i, address in places["cpu"].items()} if first == "gpu" else {},
-            schedule=runs_of(moments, set(plan.schedule)),
+            schedule=stays_of(moments, set(plan.schedule)),
             keepers=[arenas[first].keeper] if first in arenas else [],
         )
 

@@ -29,7 +29,7 @@ from hetero.memory.budget import Ledger, MemoryLimits
 from hetero.memory.device import Device
 from hetero.memory.gradients import GRADIENTS, Gradients
 from hetero.memory.plan_types import Links
-from hetero.memory.schedule import Run, runs_of
+from hetero.memory.schedule import Stay, stays_of
 from hetero.memory.sizes import format_size
 from hetero.memory.trace import Recorder
 from hetero.memory.weights import WeightChunk
@@ -195,7 +195,7 @@ class WrappedRun:
             phase = TRAIN if has_grad else FORWARD
             self._pass = (phase, perf_counter())
             self.recorder.begin(phase)
-            self.streaming.restart(self._runs(phase), phase)
+            self.streaming.restart(self._stays(phase), phase)
         elif has_grad:
             self._begin_training()
         self._in_backward.append(in_backward)
@@ -348,7 +348,7 @@ class WrappedRun:
         self._is_unsettled = True
         self._backward = _Backward(me, task, alive, turn_before, perf_counter())
         self.recorder.begin(BACKWARD)
-        self.streaming.restart(self._runs(BACKWARD), BACKWARD)
+        self.streaming.restart(self._stays(BACKWARD), BACKWARD)
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def _end_backward(self) -> None:
@@ -380,10 +380,10 @@ class WrappedRun:
         elif self.num_passes[FORWARD]:
             self._hooks.watch()
 
-    def _runs(self, phase: str) -> list[Run]:
+    def _stays(self, phase: str) -> list[Stay]:
         streamed = {chunk.chunk_id for chunk in self.streaming.streamed if not chunk.is_elsewhere}
         order = self.recorder.order(phase) if self.recorder.num_passes(phase) else []
-        return runs_of(order, streamed)
+        return stays_of(order, streamed)
 
     def _push_hooks(self, has_grad: bool) -> None:
         ours: list[Interception | OutsideReads] = []

@@ -48,7 +48,7 @@ _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-def round_up(nbytes: int, multiple: int) -> int:
+def round_up(nbytes: int, multiple: int = PAGE_NBYTES) -> int:
     return -(-nbytes // multiple) * multiple
 
 

@@ -14,19 +14,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hetero.io.arena import PAGE_NBYTES, round_up
 from hetero.io.extent import Extent
 
-PAGE_NBYTES = 4096
 STACK_ALIGNMENT_NBYTES = 64
 MERGE_GAP_NBYTES = 64 << 10  # reading a gap this small costs less than another request
 
 
 def align_down(value: int, alignment: int = PAGE_NBYTES) -> int:
     return value - value % alignment
-
-
-def align_up(value: int, alignment: int = PAGE_NBYTES) -> int:
-    return -(-value // alignment) * alignment
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +83,7 @@ def build_chunk(chunk_id: int, name: str, parts: Sequence[Part], file_nbytes: di
     cursor = 0
     for run in _merge([part for part in parts if part.is_zero_copy]):
         first, last = run[0].pieces[0][0], max((part.pieces[0][0] for part in run), key=lambda extent: extent.end)
-        start, end = align_down(first.offset), align_up(last.end)
+        start, end = align_down(first.offset), round_up(last.end)
         segments.append(Segment(first.path, start, end - start, cursor))
         for part in run:
             placed[_key(part)] = PlacedPart(part, cursor + part.pieces[0][0].offset - start)
@@ -95,7 +91,7 @@ def build_chunk(chunk_id: int, name: str, parts: Sequence[Part], file_nbytes: di
     for part in parts:
         if part.is_zero_copy:
             continue
-        base = align_up(cursor, STACK_ALIGNMENT_NBYTES)
+        base = round_up(cursor, STACK_ALIGNMENT_NBYTES)
         for extent, offset in part.pieces:
             segments.append(Segment(extent.path, extent.offset, extent.nbytes, base + offset))
         placed[_key(part)] = PlacedPart(part, base)
@@ -103,7 +99,7 @@ def build_chunk(chunk_id: int, name: str, parts: Sequence[Part], file_nbytes: di
     return Chunk(
         chunk_id=chunk_id,
         name=name,
-        nbytes=align_up(max(cursor, 1)),
+        nbytes=round_up(max(cursor, 1)),
         read_nbytes=sum(min(s.nbytes, file_nbytes[s.path] - s.offset) for s in segments),
         segments=tuple(segments),
         parts=tuple(placed[_key(part)] for part in parts),

@@ -16,7 +16,7 @@ from hetero.memory.device import Range
 from hetero.memory.pipeline import URGENT, Pipeline
 from hetero.memory.residency import alias
 from hetero.memory.ring import Ring
-from hetero.memory.schedule import Run, Schedule
+from hetero.memory.schedule import Schedule, Stay
 from hetero.memory.states import Residency, State
 
 LAST_USE_UNKNOWN = 1 << 62  # such a residency ends when the model moves on to a later chunk
@@ -116,7 +116,7 @@ class Executor(Pipeline):
 
     # -- schedule -----------------------------------------------------------------------------------------------------
 
-    def follow(self, schedule: Sequence[Run]) -> None:
+    def follow(self, schedule: Sequence[Stay]) -> None:
         """Prefetch in this order from now on; what was prefetched for another order is dropped."""
         with self._lock, self._operation():
             self._check()
@@ -124,7 +124,7 @@ class Executor(Pipeline):
                 self._take_order(schedule)
                 self._pump()
 
-    def restart(self, schedule: Sequence[Run]) -> None:
+    def restart(self, schedule: Sequence[Stay]) -> None:
         """Drop whatever was read ahead, and prefetch in this order from its start to its end, once; an empty one stops.
 
         For weights that can change: between passes their homes are the only copies.
@@ -136,7 +136,7 @@ class Executor(Pipeline):
             self._is_started = bool(schedule)
             self._pump()
 
-    def _take_order(self, schedule: Sequence[Run]) -> None:
+    def _take_order(self, schedule: Sequence[Stay]) -> None:
         for entry in self._idle():
             self._abandon(entry)
         for staged in list(self._staged.values()):
@@ -244,7 +244,7 @@ class Executor(Pipeline):
             distance = None
         if distance is None or distance > max(1, len(self._schedule) // 2):
             self.stats.num_demands += 1
-            self._urgent = Run(chunk_id, LAST_USE_UNKNOWN)
+            self._urgent = Stay(chunk_id, LAST_USE_UNKNOWN)
         else:
             if distance > 0:
                 self.stats.num_demands += 1

@@ -29,7 +29,7 @@ from hetero.io.interrupts import Condition
 from hetero.memory.chunk import Chunk
 from hetero.memory.device import Device, Range
 from hetero.memory.ring import Ring, Space
-from hetero.memory.schedule import Run, Schedule
+from hetero.memory.schedule import Schedule, Stay
 from hetero.memory.states import ExecutorStats, Residency, Staged, State
 from hetero.memory.transfer import ChunkRead
 
@@ -69,7 +69,7 @@ class Pipeline:
         staging: Ring | None,
         resident: Mapping[int, int],
         host: Mapping[int, Range],
-        schedule: Sequence[Run],
+        schedule: Sequence[Stay],
         keepers: Sequence[object] = (),
     ) -> None:
         self.stats = ExecutorStats()
@@ -91,7 +91,7 @@ class Pipeline:
         self._live: dict[int, Residency] = {}
         self._staged: dict[int, Staged] = {}
         self._num_in_flight = 0
-        self._urgent: Run | None = None
+        self._urgent: Stay | None = None
         self._next = 0  # schedule index that gets space in the first ring next
         self._next_read = 0  # schedule index whose disk read into staging starts next
         self._stop_at: int | None = None  # schedule index at which prefetching ends; None: it goes on for ever
@@ -238,18 +238,18 @@ class Pipeline:
 
     def _start_read(self) -> bool:
         """Disk -> ring, without a gpu tier."""
-        index, run = self._upcoming(self._next)
-        if run is None or run.chunk_id in self._live:
+        index, stay = self._upcoming(self._next)
+        if stay is None or stay.chunk_id in self._live:
             return False
-        chunk = self._chunks[run.chunk_id]
+        chunk = self._chunks[stay.chunk_id]
         space = self._first.allocate(chunk.nbytes)
         if space is None:
             return False
         assert not space.fences, "the CPU computes before it releases"
-        entry = Residency(chunk, space, index, run.num_uses)
-        self._live[run.chunk_id] = entry
+        entry = Residency(chunk, space, index, stay.num_uses)
+        self._live[stay.chunk_id] = entry
         self._advance(index)
-        priority = DEMAND_PRIORITY if run is self._urgent else index
+        priority = DEMAND_PRIORITY if stay is self._urgent else index
         self._count_read(chunk)
         done = partial(self._read_done, entry, perf_counter())
         entry.read = ChunkRead(self._engine, self._files, chunk, space.address, priority, done)
@@ -272,7 +272,7 @@ class Pipeline:
             if self._urgent is not None:
                 if not self._needs_staging(self._urgent.chunk_id):
                     return False
-                index, run = URGENT, self._urgent
+                index, stay = URGENT, self._urgent
                 break
             if self._is_ahead(self._next) and self._needs_staging(self._schedule[self._next].chunk_id):
                 # The next in line comes first, also when the copy that was staged for it served a surprise.
@@ -282,11 +282,11 @@ class Pipeline:
                 return False
             if self._stop_at is not None and self._next_read >= self._stop_at:
                 return False
-            index, run = self._next_read, self._schedule[self._next_read]
-            if run.chunk_id not in self._host and index not in self._staged:
+            index, stay = self._next_read, self._schedule[self._next_read]
+            if stay.chunk_id not in self._host and index not in self._staged:
                 break
             self._next_read += 1
-        chunk = self._chunks[run.chunk_id]
+        chunk = self._chunks[stay.chunk_id]
         space = self._staging.allocate(chunk.nbytes)
         if space is None:
             return False
@@ -319,14 +319,14 @@ class Pipeline:
 
     def _start_copy(self) -> bool:
         """Cpu -> gpu ring, in order."""
-        index, run = self._upcoming(self._next)
-        if run is None or run.chunk_id in self._live:
+        index, stay = self._upcoming(self._next)
+        if stay is None or stay.chunk_id in self._live:
             return False
-        chunk = self._chunks[run.chunk_id]
+        chunk = self._chunks[stay.chunk_id]
         staged = None
-        source = self._host.get(run.chunk_id)
+        source = self._host.get(stay.chunk_id)
         if source is None:
-            staged = self._staged_copy_of(run.chunk_id)
+            staged = self._staged_copy_of(stay.chunk_id)
             if staged is None or not staged.is_read or staged.error is not None:
                 return False
             source = staged.space.address, chunk.nbytes
@@ -335,7 +335,7 @@ class Pipeline:
             return False
         if staged is not None:
             del self._staged[staged.index]
-        entry = self._live[run.chunk_id] = Residency(chunk, space, index, run.num_uses)
+        entry = self._live[stay.chunk_id] = Residency(chunk, space, index, stay.num_uses)
         self._advance(index)
         self._num_in_flight += 1
         self.stats.num_copies += 1
@@ -365,7 +365,7 @@ class Pipeline:
         if isinstance(error, IOEngineError) and error.errno == errno.ETIMEDOUT:
             self._broken = self._broken or error
 
-    def _upcoming(self, index: int) -> tuple[int, Run | None]:
+    def _upcoming(self, index: int) -> tuple[int, Stay | None]:
         if self._urgent is not None:
             # Its index is the model's place, so that it is passed over next and nothing prefetched is.
             return max(0, self._position), None if self._urgent.chunk_id in self._live else self._urgent

@@ -17,7 +17,7 @@ from itertools import product
 from typing import NamedTuple
 
 from hetero.memory.fill import Item, fill
-from hetero.memory.plan_types import Budgets, ChunkSpec, Residency, Trace
+from hetero.memory.plan_types import Budgets, ChunkSpec, Residents, Trace
 from hetero.memory.spread import Place, spread_evenly
 from hetero.memory.workload import Traffic, Workload
 
@@ -229,7 +229,7 @@ class Placement:
 
     # -- where in the pass --------------------------------------------------------------------------------------------
 
-    def residency(self, choice: Choice, ring_nbytes: int = 0, staging_nbytes: int = 0) -> Residency:
+    def residents(self, choice: Choice, ring_nbytes: int = 0, staging_nbytes: int = 0) -> Residents:
         """Spread the choice over the pass, give the rings these sizes or what they need, and add lookup tables."""
         workload = self.workload
         ring_nbytes = max(ring_nbytes, choice.ring_nbytes) if choice.ring_nbytes else 0
@@ -253,8 +253,8 @@ class Placement:
         first |= workload.pinned | first_tables
         second |= second_tables
         if self.has_gpu:
-            return Residency(first, second, ring_nbytes, staging_nbytes)
-        return Residency(frozenset(), first, 0, ring_nbytes)
+            return Residents(first, second, ring_nbytes, staging_nbytes)
+        return Residents(frozenset(), first, 0, ring_nbytes)
 
     def _kind(self, chunk_id: int) -> Hashable:
         spec = self.workload.specs[chunk_id]
@@ -301,12 +301,12 @@ class Placement:
         return frozenset(first), frozenset(second)
 
 
-def make_residency(chunks: Sequence[ChunkSpec], trace: Trace, budgets: Budgets) -> Residency:
+def make_residents(chunks: Sequence[ChunkSpec], trace: Trace, budgets: Budgets) -> Residents:
     """Place with the least traffic per pass, Note [choice]. Raises BudgetError."""
     workload = Workload(chunks, trace)
     workload.check(budgets)
     placement = Placement(workload, budgets)
-    return placement.residency(placement.best())
+    return placement.residents(placement.best())
 
 
 def _order(choice: Choice) -> tuple[Traffic, int]:

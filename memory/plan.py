@@ -1,7 +1,7 @@
 """Plan a phase: trace + budgets + measured links -> residents, rings, schedule and what to expect. No torch.
 
 Note [ring sizes]
-    Residency is chosen for the least traffic (`placement`). A ring that holds one moment only cannot overlap the next
+    Residents is chosen for the least traffic (`placement`). A ring that holds one moment only cannot overlap the next
     transfer with compute; a larger one can, and costs residents. So the traffic-optimal choice and some with larger
     rings are simulated, and the fastest is taken; among those within TOLERANCE of it the one with the least traffic,
     then with the smallest rings. The search ends early when a candidate reaches the bound of the least traffic, which
@@ -20,7 +20,7 @@ from dataclasses import replace
 from itertools import product
 from statistics import median_low
 
-from hetero.memory.placement import Choice, Placement, make_residency
+from hetero.memory.placement import Choice, Placement, make_residents
 from hetero.memory.plan_types import (
     BudgetError,
     Budgets,
@@ -29,7 +29,7 @@ from hetero.memory.plan_types import (
     Moment,
     Plan,
     Prediction,
-    Residency,
+    Residents,
     Trace,
     streamed_chunks,
     uses_of,
@@ -45,10 +45,10 @@ __all__ = [
     "Moment",
     "Plan",
     "Prediction",
-    "Residency",
+    "Residents",
     "Trace",
     "make_plan",
-    "make_residency",
+    "make_residents",
     "smallest_budgets",
 ]
 
@@ -91,7 +91,7 @@ def _candidates(chunks: Sequence[ChunkSpec], trace: Trace, budgets: Budgets, lin
     workload.check(budgets)
     placement = Placement(workload, budgets)
     base = placement.best()
-    candidates = [_predicted(placement.residency(base), chunks, trace, links, NUM_PASSES_OF_SEARCH)]
+    candidates = [_predicted(placement.residents(base), chunks, trace, links, NUM_PASSES_OF_SEARCH)]
     fastest_s, floor_s = candidates[0].prediction.time_s, candidates[0].prediction.bound_s
     for ring_nbytes, staging_nbytes in _larger_rings(workload, placement.has_gpu, base):
         if fastest_s <= floor_s * (1 + TOLERANCE):
@@ -101,8 +101,8 @@ def _candidates(chunks: Sequence[ChunkSpec], trace: Trace, budgets: Budgets, lin
             continue
         choice = placement.at(ring_nbytes, staging_nbytes)
         if choice is not None:
-            residency = placement.residency(choice, ring_nbytes, staging_nbytes)
-            candidates.append(_predicted(residency, chunks, trace, links, NUM_PASSES_OF_SEARCH))
+            residents = placement.residents(choice, ring_nbytes, staging_nbytes)
+            candidates.append(_predicted(residents, chunks, trace, links, NUM_PASSES_OF_SEARCH))
             fastest_s = min(fastest_s, candidates[-1].prediction.time_s)
     return candidates
 
@@ -140,17 +140,17 @@ def _sizes(needed_nbytes: int, typical_nbytes: int, has_gpu: bool) -> list[int]:
     return sorted(sizes)
 
 
-def _predicted(residency: Residency, chunks: Sequence[ChunkSpec], trace: Trace, links: Links, num_passes: int) -> Plan:
-    first = residency.cpu_resident if links.gpu_bytes_per_s is None else residency.gpu_resident
+def _predicted(residents: Residents, chunks: Sequence[ChunkSpec], trace: Trace, links: Links, num_passes: int) -> Plan:
+    first = residents.cpu_resident if links.gpu_bytes_per_s is None else residents.gpu_resident
     streamed = streamed_chunks(chunks, trace, first)
     uses = uses_of((moment.chunk_ids for moment in trace.moments), streamed, trace.starts)
     plan = Plan(
         phase=trace.phase,
-        gpu_resident=residency.gpu_resident,
-        cpu_resident=residency.cpu_resident,
+        gpu_resident=residents.gpu_resident,
+        cpu_resident=residents.cpu_resident,
         schedule=tuple(use.chunk_id for use in uses),
-        gpu_ring_nbytes=residency.gpu_ring_nbytes,
-        cpu_ring_nbytes=residency.cpu_ring_nbytes,
+        gpu_ring_nbytes=residents.gpu_ring_nbytes,
+        cpu_ring_nbytes=residents.cpu_ring_nbytes,
         prediction=Prediction(0.0, 0.0, "compute", 0, 0),
     )
     simulation = simulate(plan, chunks, trace, links, num_passes=num_passes, with_spans=False)

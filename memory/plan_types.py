@@ -103,7 +103,7 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
-class Residency:
+class Residents:
     """Which chunks keep a slot, and the rings for those that do not.
 
     `cpu_ring_nbytes` is the first tier's ring when there is no gpu tier, else the staging ring between disk and gpu.
@@ -157,7 +157,7 @@ def uses_of(
     """Turn the chunk ids of a pass's moments into stays, in the order they enter the ring.
 
     A chunk stays while successive moments that stream anything use it; moments that use residents only do not end a
-    stay, those in `starts` end all. The executor's `runs_of` follows the same rule.
+    stay, those in `starts` end all. The executor's `stays_of` follows the same rule.
     """
     stays: list[list[int]] = []
     previous: dict[int, list[int]] = {}

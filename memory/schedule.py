@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Stay:
     """A chunk and how many moments in a row use it before it may leave."""
 
     chunk_id: int
@@ -17,48 +17,48 @@ class Run:
 class Schedule:
     """Runs of one pass; index i is pass `i // len`, position `i % len`."""
 
-    def __init__(self, runs: Iterable[Run]) -> None:
-        self._runs = tuple(runs)
+    def __init__(self, stays: Iterable[Stay]) -> None:
+        self._stays = tuple(stays)
         self._positions: dict[int, list[int]] = {}
-        for position, run in enumerate(self._runs):
-            self._positions.setdefault(run.chunk_id, []).append(position)
+        for position, stay in enumerate(self._stays):
+            self._positions.setdefault(stay.chunk_id, []).append(position)
 
     def __len__(self) -> int:
-        return len(self._runs)
+        return len(self._stays)
 
-    def __getitem__(self, index: int) -> Run:
-        return self._runs[index % len(self._runs)]
+    def __getitem__(self, index: int) -> Stay:
+        return self._stays[index % len(self._stays)]
 
-    def is_same(self, runs: Sequence[Run]) -> bool:
-        return self._runs == tuple(runs)
+    def is_same(self, stays: Sequence[Stay]) -> bool:
+        return self._stays == tuple(stays)
 
     def distance(self, chunk_id: int, index: int) -> int | None:
-        """How many runs lie between `index` and the next run of `chunk_id` (0: it is next), or None."""
+        """How many stays lie between `index` and the next stay of `chunk_id` (0: it is next), or None."""
         positions = self._positions.get(chunk_id)
         if not positions:
             return None
-        return min((position - index) % len(self._runs) for position in positions)
+        return min((position - index) % len(self._stays) for position in positions)
 
     def first_index_after(self, index: int) -> int:
         """The smallest index above `index` that starts a pass."""
-        return index + 1 if not self._runs else -(-(index + 1) // len(self._runs)) * len(self._runs)
+        return index + 1 if not self._stays else -(-(index + 1) // len(self._stays)) * len(self._stays)
 
 
-def runs_of(moments: Iterable[Sequence[int]], streamed: Collection[int]) -> list[Run]:
-    """Turn the chunk ids that each moment of a pass uses into runs of streamed chunks."""
-    runs: list[list[int]] = []
+def stays_of(moments: Iterable[Sequence[int]], streamed: Collection[int]) -> list[Stay]:
+    """Turn the chunk ids that each moment of a pass uses into stays of streamed chunks."""
+    stays: list[list[int]] = []
     previous: dict[int, list[int]] = {}
     for chunk_ids in moments:
         current: dict[int, list[int]] = {}
         for chunk_id in chunk_ids:
             if chunk_id not in streamed or chunk_id in current:
                 continue
-            run = previous.get(chunk_id)
-            if run is None:
-                run = [chunk_id, 0]
-                runs.append(run)
-            run[1] += 1
-            current[chunk_id] = run
+            stay = previous.get(chunk_id)
+            if stay is None:
+                stay = [chunk_id, 0]
+                stays.append(stay)
+            stay[1] += 1
+            current[chunk_id] = stay
         if current:
             previous = current
-    return [Run(chunk_id, num_uses) for chunk_id, num_uses in runs]
+    return [Stay(chunk_id, num_uses) for chunk_id, num_uses in stays]

@@ -18,7 +18,7 @@ from hetero.memory.device import CpuDevice, Device
 from hetero.memory.executor import Executor
 from hetero.memory.loader import ResidentLoader
 from hetero.memory.ring import Ring
-from hetero.memory.schedule import Run
+from hetero.memory.schedule import Stay
 
 
 def write_chunks(folder: Path, sizes: Sequence[int], seed: int = 0) -> tuple[list[Chunk], list[np.ndarray[Any, Any]]]:
@@ -76,7 +76,7 @@ def rig(
     sizes: Sequence[int],
     *,
     ring_nbytes: int,
-    schedule: Sequence[Run] | None = None,
+    schedule: Sequence[Stay] | None = None,
     resident: Sequence[int] = (),
     device: Device | None = None,
     host: Sequence[int] = (),
@@ -124,7 +124,7 @@ def rig(
         staging=staging,
         resident=in_first,
         host={i: (address, chunks[i].nbytes) for i, address in in_host.items()},
-        schedule=[Run(i, 1) for i in streamed] if schedule is None else schedule,
+        schedule=[Stay(i, 1) for i in streamed] if schedule is None else schedule,
     )
     try:
         yield Rig(chunks, contents, executor, engine, file)

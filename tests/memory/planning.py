@@ -6,8 +6,8 @@ from itertools import product
 
 from hypothesis import strategies as st
 
-from hetero.memory.plan import Budgets, ChunkSpec, Links, Moment, Residency, Trace
-from hetero.memory.schedule import runs_of
+from hetero.memory.plan import Budgets, ChunkSpec, Links, Moment, Residents, Trace
+from hetero.memory.schedule import stays_of
 
 PAGE = 4096
 
@@ -35,13 +35,13 @@ def ring_need(trace: Trace, streamed: dict[int, ChunkSpec]) -> int:
 def traffic(chunks: list[ChunkSpec], trace: Trace, first: set[int], second: set[int], *, gpu: bool) -> tuple[int, int]:
     """(disk bytes, gpu link bytes) per pass of streamed chunks, counted on the executor's own schedule."""
     specs = {c.chunk_id: c for c in free_of(chunks, trace)}
-    runs = runs_of((m.chunk_ids for m in trace.moments), set(specs) - first)
-    disk_nbytes = sum(specs[run.chunk_id].read_nbytes for run in runs if run.chunk_id not in second)
-    return disk_nbytes, sum(specs[run.chunk_id].nbytes for run in runs) if gpu else 0
+    stays = stays_of((m.chunk_ids for m in trace.moments), set(specs) - first)
+    disk_nbytes = sum(specs[stay.chunk_id].read_nbytes for stay in stays if stay.chunk_id not in second)
+    return disk_nbytes, sum(specs[stay.chunk_id].nbytes for stay in stays) if gpu else 0
 
 
-def traffic_of(chunks: list[ChunkSpec], trace: Trace, residency: Residency, *, gpu: bool) -> tuple[int, int]:
-    first, second = (residency.gpu_resident, residency.cpu_resident) if gpu else (residency.cpu_resident, frozenset())
+def traffic_of(chunks: list[ChunkSpec], trace: Trace, residents: Residents, *, gpu: bool) -> tuple[int, int]:
+    first, second = (residents.gpu_resident, residents.cpu_resident) if gpu else (residents.cpu_resident, frozenset())
     return traffic(chunks, trace, set(first), set(second), gpu=gpu)
 
 

@@ -26,7 +26,7 @@ from hetero.io.engine import Engine
 from hetero.memory.device_emulated import EmulatedDevice
 from hetero.memory.plan import make_plan, smallest_budgets
 from hetero.memory.plan_types import Budgets, ChunkSpec, Links, Moment, Plan, Trace
-from hetero.memory.schedule import runs_of
+from hetero.memory.schedule import stays_of
 from hetero.memory.simulate import simulate
 from tests.memory.executor_rig import Rig, rig
 
@@ -162,7 +162,7 @@ def run_setting(setting: Setting, folder: Path) -> Outcome:
             "staging_nbytes": plan.cpu_ring_nbytes,
         }
     engine = Engine(backend="buffered", wrap_backend=lambda inner: _WatchedDisk(inner, links, due))
-    schedule = runs_of([moment.chunk_ids for moment in trace.moments], set(plan.schedule))
+    schedule = stays_of([moment.chunk_ids for moment in trace.moments], set(plan.schedule))
     with rig(folder, sizes, schedule=schedule, engine=engine, **options) as r:
         measured = _Passes(r, trace, due)
         assert r.executor.stats.num_demands == 0

@@ -19,7 +19,7 @@ from hetero.io.backends.faulty import Fault, FaultyBackend
 from hetero.io.engine import Engine
 from hetero.io.errors import HeteroError, IOEngineError, OutOfMemoryError
 from hetero.memory.device_emulated import EmulatedDevice
-from hetero.memory.schedule import Run, runs_of
+from hetero.memory.schedule import Stay, stays_of
 from tests.memory.executor_rig import rig
 
 SIZES = [30_000, 9_000, 50_000, 12_345, 30_000, 4_096, 70_000, 30_000]
@@ -90,9 +90,9 @@ def test_moments_of_several_chunks_fit_an_exact_ring(tmp_path: Path, has_gpu: bo
 
 def test_repeated_uses_keep_the_chunk_until_the_last(tmp_path: Path) -> None:
     moments = [(0,), (0,), (1,), (1, 2), (2,), (3,)]
-    runs = runs_of(moments, {0, 1, 2, 3})
-    assert runs == [Run(0, 2), Run(1, 2), Run(2, 2), Run(3, 1)]
-    with rig(tmp_path, SIZES[:4], ring_nbytes=1 << 18, schedule=runs) as r:
+    stays = stays_of(moments, {0, 1, 2, 3})
+    assert stays == [Stay(0, 2), Stay(1, 2), Stay(2, 2), Stay(3, 1)]
+    with rig(tmp_path, SIZES[:4], ring_nbytes=1 << 18, schedule=stays) as r:
         for _ in range(3):
             for chunk_ids in moments:
                 r.check(*chunk_ids)
@@ -100,7 +100,7 @@ def test_repeated_uses_keep_the_chunk_until_the_last(tmp_path: Path) -> None:
 
 
 def test_a_chunk_that_is_never_scheduled_is_fetched_on_demand(tmp_path: Path) -> None:
-    with rig(tmp_path, SIZES, ring_nbytes=131_072, schedule=[Run(i, 1) for i in range(7)]) as r:
+    with rig(tmp_path, SIZES, ring_nbytes=131_072, schedule=[Stay(i, 1) for i in range(7)]) as r:
         r.check_all([0, 1, 7, 2, 3, 7, 4, 5, 6, 0])
         assert r.executor.stats.num_demands == 2
 
@@ -109,7 +109,7 @@ def test_a_new_order_is_followed_without_demands(tmp_path: Path) -> None:
     with rig(tmp_path, SIZES, ring_nbytes=131_072) as r:
         r.check_all(range(8))
         order = [3, 1, 0, 7, 2, 5, 6, 4]
-        r.executor.follow([Run(i, 1) for i in order])
+        r.executor.follow([Stay(i, 1) for i in order])
         before = r.executor.stats.num_demands
         for _ in range(3):
             r.check_all(order)

@@ -23,7 +23,7 @@ from hetero.memory.plan import (
     Plan,
     Trace,
     make_plan,
-    make_residency,
+    make_residents,
     smallest_budgets,
 )
 from hetero.memory.plan_types import streamed_chunks, uses_of
@@ -76,9 +76,9 @@ def test_traffic_is_the_optimum_of_all_choices(gpu: bool, data: st.DataObject) -
     expected = optimum(chunks, trace, budgets)
     if expected is None:
         with pytest.raises(BudgetError):
-            make_residency(chunks, trace, budgets)
+            make_residents(chunks, trace, budgets)
         return
-    assert traffic_of(chunks, trace, make_residency(chunks, trace, budgets), gpu=gpu) == expected
+    assert traffic_of(chunks, trace, make_residents(chunks, trace, budgets), gpu=gpu) == expected
 
 
 @settings(max_examples=200, deadline=None)
@@ -90,8 +90,8 @@ def test_filling_is_optimal_without_a_gpu_tier_also_when_not_every_choice_is_tri
     workload = Workload(chunks, trace)
     if expected is not None:
         placement = Placement(workload, budgets, max_tried=0)
-        residency = placement.residency(placement.best())
-        assert traffic_of(chunks, trace, residency, gpu=False) == expected
+        residents = placement.residents(placement.best())
+        assert traffic_of(chunks, trace, residents, gpu=False) == expected
 
 
 @settings(max_examples=150, deadline=None)
@@ -102,8 +102,8 @@ def test_sharing_between_two_tiers_is_near_the_optimum_when_not_every_choice_is_
     expected = optimum(chunks, trace, budgets)
     if expected is not None:
         placement = Placement(Workload(chunks, trace), budgets, max_tried=0)
-        residency = placement.residency(placement.best())
-        found = traffic_of(chunks, trace, residency, gpu=True)
+        residents = placement.residents(placement.best())
+        found = traffic_of(chunks, trace, residents, gpu=True)
         assert expected[0] <= found[0] <= expected[0] + max(c.nbytes for c in chunks)
 
 
@@ -120,9 +120,9 @@ def test_filling_accepts_whatever_fits_when_moments_use_several_chunks(gpu: bool
         return
     placement = Placement(workload, budgets, max_tried=0)
     choice = placement.best()
-    residency = placement.residency(choice)
+    residents = placement.residents(choice)
     found = Placement(workload, budgets).best().traffic
-    assert traffic_of(chunks, trace, residency, gpu=gpu) == choice.traffic
+    assert traffic_of(chunks, trace, residents, gpu=gpu) == choice.traffic
     assert choice.traffic >= found
 
 
@@ -137,7 +137,7 @@ def test_more_budget_never_gives_more_disk_traffic(gpu: bool, data: st.DataObjec
         more = num_pages * PAGE
         gpu_nbytes = None if least.gpu_nbytes is None else least.gpu_nbytes + more
         budgets = Budgets(gpu_nbytes, least.cpu_nbytes + more)
-        disk_nbytes, _ = traffic_of(chunks, trace, make_residency(chunks, trace, budgets), gpu=gpu)
+        disk_nbytes, _ = traffic_of(chunks, trace, make_residents(chunks, trace, budgets), gpu=gpu)
         assert previous is None or disk_nbytes <= previous
         previous = disk_nbytes
     assert previous == 0
@@ -148,9 +148,9 @@ def test_disk_traffic_counts_before_the_gpu_link() -> None:
     # crosses the link most (twice a pass).
     chunks = [chunk(0, 2), chunk(1, 2, read_nbytes=PAGE), chunk(2, 2, read_nbytes=5 * PAGE)]
     trace = Trace("decode", tuple(Moment(f"m{n}", (i,), 1.0) for n, i in enumerate([0, 1, 2, 1])))
-    residency = make_residency(chunks, trace, Budgets(4 * PAGE, 2 * PAGE))
-    assert residency.gpu_resident == {2}
-    assert residency.cpu_resident == frozenset()
+    residents = make_residents(chunks, trace, Budgets(4 * PAGE, 2 * PAGE))
+    assert residents.gpu_resident == {2}
+    assert residents.cpu_resident == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -164,8 +164,8 @@ def test_the_tiers_are_filled_as_one_room(sizes: list[int], gpu_pages: int, cpu_
     # Filling the gpu tier first leaves chunks that do not fit the cpu tier as well.
     chunks = [chunk(i, size) for i, size in enumerate(sizes)]
     budgets = Budgets(gpu_pages * PAGE, cpu_pages * PAGE)
-    residency = make_residency(chunks, one_each(len(sizes)), budgets)
-    assert traffic_of(chunks, one_each(len(sizes)), residency, gpu=True)[0] == disk_pages * PAGE
+    residents = make_residents(chunks, one_each(len(sizes)), budgets)
+    assert traffic_of(chunks, one_each(len(sizes)), residents, gpu=True)[0] == disk_pages * PAGE
 
 
 @pytest.mark.parametrize("staged", [9, 17, 29, 30])
@@ -173,17 +173,17 @@ def test_many_sizes_do_not_hide_the_only_choice_that_fits(staged: int) -> None:
     # The gpu tier can just keep all that is larger than `staged` pages, the cpu tier just stage that.
     chunks = [chunk(i, i + 1) for i in range(30)]
     budgets = Budgets((sum(range(staged + 1, 31)) + staged) * PAGE, staged * PAGE)
-    residency = make_residency(chunks, one_each(30), budgets)
-    assert residency.gpu_resident == set(range(staged, 30))
-    assert (residency.gpu_ring_nbytes, residency.cpu_ring_nbytes) == (staged * PAGE, staged * PAGE)
+    residents = make_residents(chunks, one_each(30), budgets)
+    assert residents.gpu_resident == set(range(staged, 30))
+    assert (residents.gpu_ring_nbytes, residents.cpu_ring_nbytes) == (staged * PAGE, staged * PAGE)
 
 
 def test_keeping_the_largest_chunk_shrinks_the_ring() -> None:
     # Streaming the 6-page chunk takes a ring of 6; keeping it leaves 1 page, which is ring enough for the others.
     chunks = [chunk(0, 6), *(chunk(i, 1) for i in range(1, 6))]
-    residency = make_residency(chunks, one_each(6), Budgets(None, 7 * PAGE))
-    assert residency.cpu_resident == {0}
-    assert residency.cpu_ring_nbytes == PAGE
+    residents = make_residents(chunks, one_each(6), Budgets(None, 7 * PAGE))
+    assert residents.cpu_resident == {0}
+    assert residents.cpu_ring_nbytes == PAGE
 
 
 def test_lookup_tables_become_resident_last() -> None:
@@ -278,8 +278,8 @@ def test_streamed_layers_are_spread_evenly_over_the_compute_time(num_resident: i
     chunks = [chunk(i, 2) for i in range(40)]
     seconds = [1.0 if i < 20 else 3.0 for i in range(40)]
     trace = Trace("decode", tuple(Moment(f"m{i}", (i,), s) for i, s in enumerate(seconds)))
-    residency = make_residency(chunks, trace, Budgets(None, (num_resident + 1) * 2 * PAGE))
-    streamed = [i for i in range(40) if i not in residency.cpu_resident]
+    residents = make_residents(chunks, trace, Budgets(None, (num_resident + 1) * 2 * PAGE))
+    streamed = [i for i in range(40) if i not in residents.cpu_resident]
     assert len(streamed) == 40 - num_resident
     if num_resident < 20:  # else the first half streams all it has and the second cannot be as dense
         return
@@ -298,9 +298,9 @@ def test_a_huge_chunk_at_the_end_is_part_of_the_spread() -> None:
 
 def test_chunks_from_disk_are_spread_among_those_that_cross_the_gpu_link() -> None:
     chunks = [chunk(i) for i in range(24)]
-    residency = make_residency(chunks, one_each(24), Budgets(13 * PAGE, 9 * PAGE))
-    crossing = [i for i in range(24) if i not in residency.gpu_resident]
-    on_disk = [i for i in crossing if i not in residency.cpu_resident]
+    residents = make_residents(chunks, one_each(24), Budgets(13 * PAGE, 9 * PAGE))
+    crossing = [i for i in range(24) if i not in residents.gpu_resident]
+    on_disk = [i for i in crossing if i not in residents.cpu_resident]
     assert (len(crossing), len(on_disk)) == (12, 4)
     assert {b - a for a, b in pairwise(crossing)} == {2}
     assert {b - a for a, b in pairwise(on_disk)} == {6}
@@ -311,16 +311,16 @@ def test_spreading_keeps_what_makes_a_large_moment_fit_the_ring() -> None:
     chunks = [chunk(i, 2) for i in range(4)]
     uses = [(0,), (1,), (2, 3)]
     trace = Trace("decode", tuple(Moment(f"m{n}", ids, 1.0) for n, ids in enumerate(uses)))
-    residency = make_residency(chunks, trace, Budgets(None, 4 * PAGE))
-    assert len(residency.cpu_resident & {2, 3}) == 1
-    assert residency.cpu_ring_nbytes == 2 * PAGE
+    residents = make_residents(chunks, trace, Budgets(None, 4 * PAGE))
+    assert len(residents.cpu_resident & {2, 3}) == 1
+    assert residents.cpu_ring_nbytes == 2 * PAGE
 
 
 def test_spreading_does_not_break_a_stay_in_two() -> None:
     # While chunk 2 is resident, chunk 1 stays over its moment; chunk 0 is no such bridge. Chunk 3 needs the large ring.
     chunks = [chunk(0), chunk(1, 3), chunk(2), chunk(3, 3)]
     trace = Trace("decode", tuple(Moment(f"m{n}", (i,), 1.0) for n, i in enumerate([0, 1, 2, 1, 3])))
-    assert make_residency(chunks, trace, Budgets(None, 4 * PAGE)).cpu_resident == {2}
+    assert make_residents(chunks, trace, Budgets(None, 4 * PAGE)).cpu_resident == {2}
 
 
 # -- plans ------------------------------------------------------------------------------------------------------------
@@ -343,7 +343,7 @@ def test_plans_keep_budgets_and_predict_no_less_than_the_bound(gpu: bool, data: 
 def test_a_ring_of_two_is_worth_a_resident_when_it_hides_the_disk() -> None:
     chunks = [chunk(i) for i in range(8)]
     budgets = Budgets(None, 2 * PAGE)
-    least = make_residency(chunks, one_each(8), budgets)
+    least = make_residents(chunks, one_each(8), budgets)
     assert (len(least.cpu_resident), least.cpu_ring_nbytes) == (1, PAGE)
     plan = make_plan(chunks, one_each(8), budgets, links(gpu=False))
     assert (len(plan.cpu_resident), plan.cpu_ring_nbytes) == (0, 2 * PAGE)
@@ -372,14 +372,14 @@ def test_a_large_workload_leaves_no_room_for_another_resident(gpu: bool) -> None
     chunks.append(chunk(300, 40000))
     trace = one_each(301)
     budgets = Budgets(500_000 * PAGE if gpu else None, 600_000 * PAGE)
-    residency = make_residency(chunks, trace, budgets)
-    assert residency == make_residency(chunks, trace, budgets)
+    residents = make_residents(chunks, trace, budgets)
+    assert residents == make_residents(chunks, trace, budgets)
     nbytes = {c.chunk_id: c.nbytes for c in chunks}
-    smallest = min(nbytes[i] for i in nbytes if i not in residency.gpu_resident | residency.cpu_resident)
-    cpu_room = budgets.cpu_nbytes - sum(nbytes[i] for i in residency.cpu_resident) - residency.cpu_ring_nbytes
+    smallest = min(nbytes[i] for i in nbytes if i not in residents.gpu_resident | residents.cpu_resident)
+    cpu_room = budgets.cpu_nbytes - sum(nbytes[i] for i in residents.cpu_resident) - residents.cpu_ring_nbytes
     assert 0 <= cpu_room < smallest
     if budgets.gpu_nbytes is not None:
-        gpu_room = budgets.gpu_nbytes - sum(nbytes[i] for i in residency.gpu_resident) - residency.gpu_ring_nbytes
+        gpu_room = budgets.gpu_nbytes - sum(nbytes[i] for i in residents.gpu_resident) - residents.gpu_ring_nbytes
         assert 0 <= gpu_room < smallest
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hetero.memory.plan import BudgetError, Budgets, ChunkSpec, Links, Moment, Plan, Prediction, Trace, make_plan
 from hetero.memory.plan_types import Use, uses_of
 from hetero.memory.ring import Ring, Space
-from hetero.memory.schedule import runs_of
+from hetero.memory.schedule import stays_of
 from hetero.memory.simulate import RingModel, Simulation, simulate
 from tests.memory.executor_rig import rig, write_chunks
 from tests.memory.planning import PAGE, budgets_for, chunk, links, one_each, workloads
@@ -232,9 +232,9 @@ def test_the_timeline_is_that_of_the_rules() -> None:
 )
 def test_stays_are_the_executors_runs(moments: list[list[int]], streamed: frozenset[int]) -> None:
     uses = uses_of(moments, streamed)
-    assert [use.chunk_id for use in uses] == [run.chunk_id for run in runs_of(moments, streamed)]
+    assert [use.chunk_id for use in uses] == [stay.chunk_id for stay in stays_of(moments, streamed)]
     nums = [sum(use.chunk_id in ids for ids in moments[use.first_moment : use.last_moment + 1]) for use in uses]
-    assert nums == [run.num_uses for run in runs_of(moments, streamed)]
+    assert nums == [stay.num_uses for stay in stays_of(moments, streamed)]
     assert uses == sorted(uses, key=lambda use: use.first_moment)
     assert all(isinstance(use, Use) for use in uses)
 
@@ -272,9 +272,11 @@ def test_the_executor_reads_what_is_simulated(tmp_path: Path, budget: int, seed:
     plan = make_plan(chunks, trace, Budgets(None, budget * PAGE), links(gpu=False))
     simulation = simulate(plan, chunks, trace, links(gpu=False))
     assert simulation.num_refetches == 0
-    runs = runs_of((moment.chunk_ids for moment in trace.moments), set(plan.schedule))
-    assert tuple(run.chunk_id for run in runs) == plan.schedule
-    with rig(tmp_path, sizes, ring_nbytes=plan.cpu_ring_nbytes, schedule=runs, resident=sorted(plan.cpu_resident)) as r:
+    stays = stays_of((moment.chunk_ids for moment in trace.moments), set(plan.schedule))
+    assert tuple(stay.chunk_id for stay in stays) == plan.schedule
+    with rig(
+        tmp_path, sizes, ring_nbytes=plan.cpu_ring_nbytes, schedule=stays, resident=sorted(plan.cpu_resident)
+    ) as r:
         r.check_all(order)
         before = r.executor.stats.read_nbytes
         for _ in range(4):

@@ -24,7 +24,7 @@ from hetero.memory.device import PassedEvent
 from hetero.memory.executor import Executor
 from hetero.memory.plan_types import ChunkSpec, Links, Plan, Trace
 from hetero.memory.ring import Ring
-from hetero.memory.schedule import runs_of
+from hetero.memory.schedule import stays_of
 from hetero.memory.states import ExecutorStats
 
 PATH = Path("virtual")
@@ -184,7 +184,7 @@ def executor_in(world: World, plan: Plan, specs: Sequence[ChunkSpec], trace: Tra
         host={spec.chunk_id: (0, spec.nbytes) for spec in specs if spec.chunk_id in plan.cpu_resident}
         if has_gpu
         else {},
-        schedule=runs_of([moment.chunk_ids for moment in trace.moments], set(plan.schedule)),
+        schedule=stays_of([moment.chunk_ids for moment in trace.moments], set(plan.schedule)),
     )
     executor._changed = VirtualCondition(world, executor._lock)
     executor.prefetch()
