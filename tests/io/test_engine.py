@@ -179,7 +179,8 @@ def test_ten_thousand_small_requests_with_constant_descriptors(
     for _ in range(10):
         requests = [Request(file, i * 512, 512, arena.address + i * 512) for i in range(1000)]
         assert sum(future.result() for future in engine.submit(requests)) == 512_000
-        assert (len(os.listdir("/proc/self/fd")), num_tasks()) == (before, tasks)
+        assert len(os.listdir("/proc/self/fd")) == before
+    assert num_tasks() <= tasks  # fewer when threads of the test before were still ending
     assert np.array_equal(arena.array[:512_000], content[:512_000])
     assert engine.stats().in_flight == 0
     file.close()
