@@ -52,7 +52,7 @@ def main() -> None:
     try:
         model, tokenizer = load(path)
     except (ImportError, OSError, ValueError) as error:  # what transformers raises for what it cannot read
-        raise hetero.ConfigError(f"no model from {options.model or 'transformers'}: {error}") from error
+        raise hetero.ConfigError(f"no model from {path or 'transformers'}: {error}") from error
     ids = torch.tensor([tokenizer.encode(TEXT)[: options.tokens]])
     weights_nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
     half_nbytes = weights_nbytes // 2 + (4 << 20)

@@ -62,6 +62,11 @@ class PassHooks:
         return bool(self._handles)
 
     @property
+    def sees_passes(self) -> bool:
+        """Whether every pass is seen; else at most that gradients come to be wanted is."""
+        return len(self._handles) > 1
+
+    @property
     def is_inside(self) -> bool:
         """Whether this thread is inside a pass now."""
         return bool(self._stack) and self._thread == threading.get_ident() and not _is_over(self._frame)

@@ -12,12 +12,11 @@ from hetero.memory.gradients import GRADIENTS
 from hetero.memory.homes import WEIGHTS
 from hetero.memory.plan import make_plan
 from hetero.memory.plan_types import BudgetError, Budgets, ChunkSpec, Links, Moment, Plan, Trace, uses_of
-from hetero.memory.sizes import format_size
+from hetero.memory.sizes import format_size, format_time
 from hetero.memory.trace import Recorder
 from hetero.memory.weights import Place, WeightChunk
-from hetero.placing import RING
+from hetero.placing import RING, Placing
 from hetero.report.wrapped import TierShare, WrapPlan
-from hetero.streaming import Streaming
 
 FORWARD, TRAIN, BACKWARD = "forward", "forward with autograd", "backward"
 
@@ -27,7 +26,7 @@ class IterationPlanner:
 
     def __init__(
         self,
-        streaming: Streaming,
+        placing: Placing,
         recorder: Recorder,
         *,
         ledger: Ledger,
@@ -36,7 +35,7 @@ class IterationPlanner:
         names: Mapping[int, str],
     ) -> None:
         """`names`: of the modules, by id."""
-        self._streaming, self._recorder, self._ledger = streaming, recorder, ledger
+        self._placing, self._recorder, self._ledger = placing, recorder, ledger
         self._limits, self._links, self._names = limits, links, names
         self._planned_ids: set[int] = set()
         self._activation_peaks: dict[str, int] = {}
@@ -62,20 +61,20 @@ class IterationPlanner:
         if trace is None:
             return None
         # What others look at cannot leave the first tier. Behind a gpu tier it is in RAM, and streams like the rest.
-        kept = {c.chunk_id for c in self._streaming.staying() if c.place is Place.FIRST}
+        kept = {c.chunk_id for c in self._placing.watched() if c.place is Place.FIRST}
         specs = [
             ChunkSpec(chunk_id=c.chunk_id, nbytes=c.slot_nbytes, read_nbytes=c.slot_nbytes, pinned=c.chunk_id in kept)
-            for c in self._streaming.chunks
+            for c in self._placing.chunks
         ]
         room = {tier: max(0, self._ledger.limit(tier) - self._held(tier)) for tier in self._ledger.tiers()}
-        if not self._streaming.is_remote or not self._ledger.held("gpu", GRADIENTS):
+        if not self._placing.is_remote or not self._ledger.held("gpu", GRADIENTS):
             return self._plan(specs, trace, room)
         return self._plan_with_gradients(specs, trace, room)
 
     def _plan(
         self, specs: Sequence[ChunkSpec], trace: Trace, room: dict[str, int]
     ) -> tuple[Plan, dict[str, int]] | None:
-        budgets = Budgets(room["gpu"] if self._streaming.first == "gpu" else None, room["cpu"])
+        budgets = Budgets(room["gpu"] if self._placing.first == "gpu" else None, room["cpu"])
         with suppress(BudgetError):
             return make_plan(specs, trace, budgets, self._links), room
         return None
@@ -99,7 +98,7 @@ class IterationPlanner:
     def _gradients_at_home(self, plan: Plan | None) -> int:
         """Bytes of gradients that go to RAM at most, where a plan places the weights (None: anywhere)."""
         resident = plan.gpu_resident if plan is not None else frozenset()
-        return sum(c.trainable_nbytes for c in self._streaming.chunks if c.chunk_id not in resident)
+        return sum(c.trainable_nbytes for c in self._placing.chunks if c.chunk_id not in resident)
 
     def _trace(self) -> Trace | None:
         """The last iteration, and what other iterations used beside it."""
@@ -115,7 +114,7 @@ class IterationPlanner:
         if not moments:
             return None
         rare = self._planned_ids - {chunk_id for moment in moments for chunk_id in moment.chunk_ids}
-        for module, chunks in self._streaming.own.items():
+        for module, chunks in self._placing.own.items():
             chunk_ids = tuple(chunk.chunk_id for chunk in chunks)
             if rare.intersection(chunk_ids):
                 moments.append(Moment(self._names[module], chunk_ids, 0.0))
@@ -135,59 +134,58 @@ class IterationPlanner:
     def explain(self) -> list[str]:
         """One line per chunk: where it is, why, and what that costs or saves in every iteration."""
         orders = self._orders()
-        streamed = {chunk.chunk_id for chunk in self._streaming.streamed}
-        streams = frozenset(streamed)
-        stays = Counter(use.chunk_id for order in orders for use in uses_of(order, streams))
+        streamed = frozenset(chunk.chunk_id for chunk in self._placing.streamed)
+        stays = Counter(use.chunk_id for order in orders for use in uses_of(order, streamed))
         lines = []
-        for chunk in self._streaming.chunks:
+        for chunk in self._placing.chunks:
             num_stays = stays[chunk.chunk_id]
             if chunk.chunk_id not in streamed:
-                alone = streams | {chunk.chunk_id}
-                num_stays = sum(use.chunk_id == chunk.chunk_id for order in orders for use in uses_of(order, alone))
+                with_it = streamed | {chunk.chunk_id}
+                num_stays = sum(use.chunk_id == chunk.chunk_id for order in orders for use in uses_of(order, with_it))
             names = f" and {len(chunk.views) - 1} more" if len(chunk.views) > 1 else ""
             lines.append(f"{chunk.name}{names}: {format_size(chunk.nbytes)}, {self._reason(chunk, num_stays)}")
         return lines
 
     def _reason(self, chunk: WeightChunk, num_stays: int) -> str:
-        streaming, links = self._streaming, self._links
-        tier = streaming.homes.tier_of(chunk.place)
-        if chunk.place is not Place.DISK and streaming.homes.stays(chunk):
+        placing, links = self._placing, self._links
+        tier = placing.homes.tier_of(chunk.place)
+        if chunk.place is not Place.DISK and placing.homes.is_watched(chunk):
             return f"kept in {tier} by tensors outside the model"
         where = f"stays in {tier}" if chunk.place is Place.FIRST else f"streams from {tier}"
         if not num_stays:
             return f"{where}; no iteration has used it yet"
-        comes_from_disk = chunk.place is Place.DISK or (chunk.place is Place.FIRST and streaming.homes.has_disk)
+        comes_from_disk = chunk.place is Place.DISK or (chunk.place is Place.FIRST and placing.homes.has_disk)
         time_s = chunk.slot_nbytes / links.disk_bytes_per_s if comes_from_disk else 0.0
-        if streaming.first == "gpu" and links.gpu_bytes_per_s is not None:
+        if placing.first == "gpu" and links.gpu_bytes_per_s is not None:
             time_s += chunk.nbytes / links.gpu_bytes_per_s
         if not time_s:
             return where
-        verb = "saves" if chunk.place is Place.FIRST else "costs"
+        verb = "saves at most" if chunk.place is Place.FIRST else "costs"
         times = "once" if num_stays == 1 else f"{num_stays} times"
-        return f"{where}, which {verb} {1000 * time_s:.3g} ms of transfer {times} per iteration"
+        return f"{where}, which {verb} {format_time(time_s)} of transfer {times} per iteration"
 
     def describe(self, plan: Plan | None) -> WrapPlan:
         """Where the weights are now, and what an iteration like the last one costs there."""
-        streaming, homes = self._streaming, self._streaming.homes
+        placing, homes = self._placing, self._placing.homes
         shares = {}
         for tier in self._ledger.tiers():
             held = self._ledger.holders(tier)
-            placed = sum(c.nbytes for c in streaming.chunks if homes.tier_of(c.place) == tier)
+            placed = sum(c.nbytes for c in placing.chunks if homes.tier_of(c.place) == tier)
             shares[tier] = TierShare(self._ledger.limit(tier), placed, held.get(RING, 0), self._held(tier))
-        by_id = {chunk.chunk_id: chunk for chunk in streaming.chunks}
-        streamed = frozenset(chunk.chunk_id for chunk in streaming.streamed)
+        by_id = {chunk.chunk_id: chunk for chunk in placing.chunks}
+        streamed = frozenset(chunk.chunk_id for chunk in placing.streamed)
         stays = [by_id[use.chunk_id] for order in self._orders() for use in uses_of(order, streamed)]
         prediction = plan.prediction if plan is not None else None
         return WrapPlan(
             state="planned" if plan is not None else "warm-up",
-            num_chunks=len(streaming.chunks),
+            num_chunks=len(placing.chunks),
             num_streamed=len(streamed),
             tiers=shares,
-            activations_nbytes=self._activation_peaks.get(streaming.first, 0),
+            activations_nbytes=self._activation_peaks.get(placing.first, 0),
             disk_nbytes=sum(c.slot_nbytes for c in stays if c.place is Place.DISK),
             gpu_link_nbytes=sum(
                 c.host_range[1] if c.place is Place.CPU else c.slot_nbytes for c in stays
-            ) if streaming.first == "gpu" else 0,
+            ) if placing.first == "gpu" else 0,
             time_s=prediction.time_s if prediction else None,
             bound_s=prediction.bound_s if prediction else None,
             bottleneck=prediction.bottleneck if prediction else None,

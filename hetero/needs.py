@@ -30,11 +30,8 @@ class Needs:
     ) -> None:
         """`others_nbytes` never move; `in_use` tells the chunks that the running operation looks at."""
         self._placing, self._ledger = placing, ledger
-        self._bounce_nbytes, self._others_nbytes, self._trainable_nbytes = (
-            bounce_nbytes,
-            others_nbytes,
-            trainable_nbytes,
-        )
+        self._bounce_nbytes, self._others_nbytes = bounce_nbytes, others_nbytes
+        self._trainable_nbytes = trainable_nbytes
         self._activations, self._in_use = activations, in_use
 
     def least(self, *, training: bool) -> dict[str, int]:
@@ -42,7 +39,7 @@ class Needs:
         gradients as well, and what autograd saves on top."""
         placing = self._placing
         total = sum(chunk.nbytes for chunk in placing.chunks)
-        kept = sum(chunk.nbytes for chunk in placing.staying())
+        kept = sum(chunk.nbytes for chunk in placing.watched())
         can_stream = placing.homes.has_disk
         needs = {"cpu": self._bounce_nbytes}
         if placing.first == "gpu":
@@ -80,7 +77,9 @@ class Needs:
     def remedy(self, tier: str, holder: str, short_nbytes: int) -> str:
         """What to do when `holder` lacks bytes of a tier, in sentences."""
         ways = []
-        if not self._placing.homes.has_disk and holder in (ACTIVATIONS, COPIES, GRADIENTS, RING, WEIGHTS):
+        is_full_below = tier == "cpu" or not self._ledger.can_take("cpu", short_nbytes)
+        can_go_to_disk = holder in (ACTIVATIONS, COPIES, GRADIENTS, RING, WEIGHTS)
+        if is_full_below and can_go_to_disk and not self._placing.homes.has_disk:
             what = "weights" if self._activations == "keep" else "weights and what autograd saves"
             ways.append(f'give disk="FOLDER", where {what} can go')
         ways.append(f"raise {tier}_memory by at least {format_need(short_nbytes)}")
@@ -103,7 +102,7 @@ class Needs:
         placing, in_use = self._placing, self._in_use()
         kept = [
             chunk
-            for chunk in placing.staying()
+            for chunk in placing.watched()
             if placing.homes.tier_of(chunk.place) == tier and chunk.chunk_id not in in_use
         ]
         if not kept:

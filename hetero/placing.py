@@ -31,7 +31,8 @@ class Placing:
     """Owns homes, rings and the executor; everything else is the caller's and outlives it.
 
     `own` are the chunks of each module's own parameters, by id of the module. A chunk whose home is in the first tier
-    is computed on where it is; others pass through the ring, which exists only while there are any.
+    is computed on where it is; others pass through the ring, which exists only while there are any. Whoever made it
+    gives the model its memory back at the end: `close_executor`, then `homes.restore`.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Placing:
         self.collect_onlookers()
         self.measure_rings()
         self._rings = ExitStack()
-        self._ring_sizes = 0, 0
+        self._ring_sizes = 0, 0  # of the first tier's ring and the staging ring, as last asked for
         self._past_stats: list[ExecutorStats] = []
 
     # -- what Streaming adds ------------------------------------------------------------------------------------------
@@ -85,21 +86,21 @@ class Placing:
     def streamed(self) -> list[WeightChunk]:
         return [chunk for chunk in self.chunks if chunk.place is not Place.FIRST]
 
-    def staying(self) -> list[WeightChunk]:
+    def watched(self) -> list[WeightChunk]:
         """Chunks in memory that tensors outside the model keep there."""
-        return [chunk for chunk in self.chunks if chunk.place is not Place.DISK and self.homes.stays(chunk)]
+        return [chunk for chunk in self.chunks if chunk.place is not Place.DISK and self.homes.is_watched(chunk)]
 
     def collect_onlookers(self) -> bool:
         """Collect garbage if anything stays: a dead cycle may look at it, such as an error's traceback. True if there
         was any."""
-        return bool(self.staying()) and gc.collect() > 0
+        return bool(self.watched()) and gc.collect() > 0
 
     def measure_rings(self) -> None:
         """See how large the rings must be for all that streams, or may have to."""
-        staying = {chunk.chunk_id: chunk for chunk in self.staying()}
-        free = [c for c in self.chunks if c.chunk_id not in staying or c.place is not Place.FIRST]
+        watched = {chunk.chunk_id: chunk for chunk in self.watched()}
+        free = [c for c in self.chunks if c.chunk_id not in watched or c.place is not Place.FIRST]
         self.ring_nbytes = self._largest_moment(free)
-        below = [c.slot_nbytes for c in self.chunks if c.chunk_id not in staying]
+        below = [c.slot_nbytes for c in self.chunks if c.chunk_id not in watched]
         self.staging_nbytes = max(below, default=0)
 
     def _largest_moment(self, chunks: Sequence[WeightChunk]) -> int:
@@ -120,9 +121,9 @@ class Placing:
         if sum(chunk.nbytes for chunk in self.chunks) > room:
             room -= self.ring_nbytes if self.first == "cpu" else self.staging_nbytes
         leaving = []
-        staying = {chunk.chunk_id for chunk in self.staying()}
-        for chunk in sorted(self.chunks, key=lambda chunk: chunk.chunk_id not in staying):
-            if chunk.nbytes <= room or chunk.chunk_id in staying:
+        watched = {chunk.chunk_id for chunk in self.watched()}
+        for chunk in sorted(self.chunks, key=lambda chunk: chunk.chunk_id not in watched):
+            if chunk.nbytes <= room or chunk.chunk_id in watched:
                 room -= chunk.nbytes
                 self.homes.book(chunk)
             else:
@@ -173,7 +174,7 @@ class Placing:
         try:
             self.open_executor(ring, staging)
         except OutOfMemoryError:
-            if not self.staying():
+            if not self.watched():
                 raise
             self.measure_rings()
             self._reopen(self.ring_nbytes, self.staging_nbytes)
@@ -193,9 +194,9 @@ class Placing:
         second = plan.cpu_resident if self.first == "gpu" else frozenset()
         streamed, below = set(plan.schedule), Place.DISK if self.homes.has_disk else Place.CPU
         rings = {"gpu": plan.gpu_ring_nbytes, "cpu": staging_nbytes}
-        left = {tier: nbytes - round_up(max(rings.get(tier, 0), 1)) for tier, nbytes in room.items()}
+        left = {tier: nbytes - _whole_pages(rings.get(tier, 0)) for tier, nbytes in room.items()}
         goals = {}
-        kept = {chunk.chunk_id for chunk in self.chunks if self.homes.stays(chunk)}
+        kept = {chunk.chunk_id for chunk in self.chunks if self.homes.is_watched(chunk)}
         planned = first | second | streamed
         for chunk in sorted(self.chunks, key=lambda c: (c.chunk_id not in kept, c.chunk_id not in planned)):
             if chunk.chunk_id in kept:
@@ -228,7 +229,7 @@ class Placing:
         keepers = []
         try:
             for tier, nbytes in sizes.items():
-                nbytes = round_up(max(nbytes, 4096))
+                nbytes = _whole_pages(nbytes)
                 self._ledger.take(tier, RING, nbytes)
                 self._rings.callback(self._ledger.give, tier, RING, nbytes)
                 allocate = self._device.allocate if tier == "gpu" else self._device.allocate_host
@@ -259,6 +260,7 @@ class Placing:
         self._opened(self.executor)
 
     def close_executor(self) -> None:
+        """End the executor and free the rings. Blocks until nothing writes to them. Idempotent."""
         if self.executor is not None:
             self.executor.close()
             self._engine.quiesce()  # an interrupted executor no longer knows what still writes to its rings
@@ -280,26 +282,29 @@ class Placing:
         """Open the executor, with room in RAM for what room was made by since these sizes were right."""
         if self.first == "gpu" and any(chunk.place is Place.DISK for chunk in self.chunks):
             staging_nbytes = max(staging_nbytes, self.staging_nbytes)
-            self.make_host_room(round_up(max(staging_nbytes, 4096)))
+            self.make_host_room(_whole_pages(staging_nbytes))
         self.open_executor(ring_nbytes, staging_nbytes)
 
     def make_room(self, nbytes: int) -> bool:
-        """Send weights out of the first tier until `nbytes` are free, if so many can go. Between or in passes.
+        """Send weights out of the first tier until `nbytes` are free, if so many can go. Between or in passes; blocks.
 
-        True if any went.
+        True if any went. Raises OutOfMemoryError when there is no room for the rings that they then need.
         """
-        num_moves = self.homes.num_moves
-        need = nbytes + (0 if self.executor is not None else round_up(max(self.ring_nbytes, 4096)))
+        num_moves, gradients_nbytes = self.homes.num_moves, 0
+        need = nbytes + (0 if self.executor is not None else _whole_pages(self.ring_nbytes))
         for chunk in self.chunks:  # those that backward needs last
             if self._ledger.free(self.first) >= need:
                 break
             if chunk.place is Place.FIRST and not self._is_in_use(chunk):
-                goal = self._below(chunk)
+                goal = self._below(chunk, gradients_nbytes)
                 if goal is None:
                     continue
                 num_before = self.homes.num_moves
                 self.homes.move(chunk, goal)
-                if self.executor is not None and goal is Place.CPU and self.homes.num_moves > num_before:
+                if self.homes.num_moves == num_before:  # others have begun to look at it
+                    continue
+                gradients_nbytes += chunk.trainable_nbytes
+                if self.executor is not None and goal is Place.CPU:
                     self.executor.set_host(chunk.chunk_id, chunk.host_range)
         self._ensure_executor()
         return self.homes.num_moves > num_moves
@@ -309,12 +314,12 @@ class Placing:
             self._reopen(self.ring_nbytes, self.staging_nbytes)
 
     def make_host_room(self, nbytes: int) -> None:
-        """Behind a gpu tier, send weights from RAM to disk until `nbytes` are free there, if so many can go. Between
-        passes."""
+        """Behind a gpu tier, send weights from RAM to disk until `nbytes` are free there, if so many can go. No
+        lease may be open in a ring."""
         if self.first != "gpu" or not self.homes.has_disk or self._ledger.free("cpu") >= nbytes:
             return
         was_open, (ring_nbytes, staging_nbytes) = self.executor is not None, self._ring_sizes
-        least_nbytes = round_up(max(self.staging_nbytes, 4096)) if was_open else 0
+        least_nbytes = _whole_pages(self.staging_nbytes) if was_open else 0
         if was_open:
             self.close_executor()
         for chunk in self.chunks:
@@ -324,12 +329,13 @@ class Placing:
                 self.homes.move(chunk, Place.DISK)
         if was_open:
             left_nbytes = self._ledger.free("cpu") - nbytes
-            fits = self.staging_nbytes <= round_up(max(staging_nbytes, 4096)) <= left_nbytes
+            fits = self.staging_nbytes <= _whole_pages(staging_nbytes) <= left_nbytes
             self.open_executor(ring_nbytes, staging_nbytes if fits else self.staging_nbytes)
 
-    def _below(self, chunk: WeightChunk) -> Place | None:
-        gradient_nbytes = chunk.trainable_nbytes if self.is_remote else 0  # goes where its weight is
-        if self.first == "gpu" and self._ledger.can_take("cpu", chunk.nbytes + gradient_nbytes):
+    def _below(self, chunk: WeightChunk, gradients_nbytes: int) -> Place | None:
+        """Where a chunk can go, beside gradients of others that went: each goes where its weight is."""
+        gradients_nbytes = gradients_nbytes + chunk.trainable_nbytes if self.is_remote else 0
+        if self.first == "gpu" and self._ledger.can_take("cpu", chunk.nbytes + gradients_nbytes):
             return Place.CPU
         return Place.DISK if self.homes.has_disk else None
 
@@ -353,7 +359,11 @@ class Placing:
             self._ledger.correct(tier, WEIGHTS, held if tier != "disk" else 0)
         if self.streamed:
             ring_nbytes, staging_nbytes = self._ring_sizes
-            self._reopen(max(ring_nbytes, self._largest_moment(self.streamed)), staging_nbytes)
+            try:
+                self._reopen(max(ring_nbytes, self._largest_moment(self.streamed)), staging_nbytes)
+            except OutOfMemoryError:  # a plan carried out in part has put weights where these rings were
+                self.measure_rings()
+                self.make_room(0)
 
     def stats(self) -> Mapping[str, float]:
         """The executors' counters, those of earlier plans included."""
@@ -365,6 +375,11 @@ class Placing:
         return total
 
 
+def _whole_pages(ring_nbytes: int) -> int:
+    """What a ring takes: a page at least."""
+    return round_up(max(ring_nbytes, 1))
+
+
 def parameters_of(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module._parameters.values() if parameter is not None]
 
@@ -372,7 +387,7 @@ def parameters_of(module: nn.Module) -> list[nn.Parameter]:
 def _moments_of(model: nn.Module, own: Mapping[int, Sequence[WeightChunk]]) -> list[tuple[WeightChunk, ...]]:
     """For each module, the chunks that it and those around it need at once."""
     moments = {}
-    for path, _ in model.named_modules():
+    for path, _ in model.named_modules(remove_duplicate=False):
         parts = path.split(".") if path else []
         around = [model.get_submodule(".".join(parts[:i])) for i in range(len(parts) + 1)]
         chunks = {chunk.chunk_id: chunk for module in around for chunk in own.get(id(module), ())}

@@ -28,11 +28,11 @@ from hetero.placing import Placing
 
 class Lease(NamedTuple):
     """Chunks that are shown where they are computed on: from slots, whose numbers are `slot_ids`, or from copies.
-    Those that `stay` are at home there."""
+    `residents` are at home there."""
 
     chunks: tuple[WeightChunk, ...]
     slot_ids: tuple[int, ...]
-    stay: tuple[WeightChunk, ...]
+    residents: tuple[WeightChunk, ...]
 
 
 class Streaming(Placing):
@@ -114,17 +114,17 @@ class Streaming(Placing):
         """Show the chunks' parameters leased bytes until `release`. None: there is no room for all of them at once,
         so the module computes on the homes, which is right and slow; where it cannot, on copies, or OutOfMemoryError
         is raised."""
-        stay = tuple(chunk for chunk in chunks if chunk.place is Place.FIRST) if self.is_remote else ()
-        self._num_users.update(chunk.chunk_id for chunk in stay)
+        residents = tuple(chunk for chunk in chunks if chunk.place is Place.FIRST) if self.is_remote else ()
+        self._num_users.update(chunk.chunk_id for chunk in residents)
         try:
             leased = tuple(chunk for chunk in chunks if chunk.place is not Place.FIRST and self._adopt(chunk))
             slot_ids = self._show(leased) if leased else ()
         except BaseException:
-            self._num_users.subtract(chunk.chunk_id for chunk in stay)
+            self._num_users.subtract(chunk.chunk_id for chunk in residents)
             raise
         if slot_ids is None:
             return None
-        return Lease(leased, slot_ids, stay) if leased or stay else None
+        return Lease(leased, slot_ids, residents) if leased or residents else None
 
     def _show(self, chunks: tuple[WeightChunk, ...]) -> tuple[int, ...] | None:
         """Open slots, whose numbers are returned, or copies. None: homes can be computed on, and there is no slot."""
@@ -153,7 +153,7 @@ class Streaming(Placing):
         return ids
 
     def release(self, lease: Lease) -> None:
-        self._num_users.subtract(chunk.chunk_id for chunk in lease.stay)
+        self._num_users.subtract(chunk.chunk_id for chunk in lease.residents)
         for chunk in lease.chunks:
             if chunk.close():
                 chunk.phases_checked.add(self._phase)

@@ -20,6 +20,7 @@ from hetero.memory.executor import Executor
 from hetero.memory.loader import ResidentLoader
 from hetero.memory.ring import Ring
 from hetero.memory.schedule import stays_of
+from hetero.memory.sizes import format_need
 from hetero.planning import Decision
 from hetero.report.progress import Progress, ProgressCallback
 
@@ -42,6 +43,7 @@ class Tiers:
         self._memory, self._progress = memory, progress
         self.arenas: dict[str, ArenaLike] = {}
         self.ledger = Ledger(decision.limits.ledger_limits())
+        self.ledger.remedy = _remedy
         self.ledger.note("interpreter and libraries", decision.limits.baseline.total_nbytes)
         for tier, holders in decision.reserves.holders.items():
             for holder, nbytes in holders.items():
@@ -166,3 +168,7 @@ def put(model: nn.Module, name: str, value: Tensor) -> None:
     module = model.get_submodule(path) if path else model
     holder = module._parameters if leaf in module._parameters else module._buffers
     holder[leaf] = value  # type: ignore[assignment]
+
+
+def _remedy(tier: str, holder: str, short_nbytes: int) -> str:
+    return f"Raise {tier}_memory by at least {format_need(short_nbytes)}, or use a smaller context."

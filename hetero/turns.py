@@ -78,4 +78,5 @@ def waits_for_this(thread: int) -> bool:
     if frame is None or frame.f_code is not _start_backward or torch._C._current_graph_task_id() == -1:
         return False
     me = threading.get_ident()
-    return all(known.ident != me for known in threading.enumerate())  # those that Python started run their own
+    started = (known for known in threading.enumerate() if not isinstance(known, threading._DummyThread))
+    return all(known.ident != me for known in started)  # those that Python started run their own

@@ -107,8 +107,7 @@ class WrappedRun:
         self._persistent: set[int] = set()
         self._hooks = PassHooks(model, self)
         self._viewed: WeightChunk | None = None  # the last that a backward has asked for
-        budgets = limits.ledger_limits() | ({"disk": store.nbytes} if store is not None else {})
-        self.ledger = Ledger(budgets, remedy=lambda *shortage: self._needs.remedy(*shortage))
+        self.ledger = Ledger(limits.ledger_limits() | ({"disk": store.nbytes} if store is not None else {}))
         self.ledger.note("interpreter and libraries", limits.baseline.total_nbytes)
         self.recorder = Recorder(None if device.torch_device.type == "cpu" else partial(_settle, device))
         try:
@@ -133,6 +132,7 @@ class WrappedRun:
             activations=activations,
             in_use=self._in_use,
         )
+        self.ledger.remedy = self._needs.remedy
         try:
             self._needs.check()
             first = self.streaming.first
@@ -157,6 +157,8 @@ class WrappedRun:
         if device.torch_device.type != "cpu":
             self._gradients = Gradients(model.parameters(), chunks, device.torch_device, self._recover_if_interrupted)
         self._plan: WrapPlan | None = None  # none was made yet
+        self._explanation: list[str] = []  # at the end
+        self._saw_passes = True
         self._hooks.install()
         _live.append(self)
 
@@ -361,6 +363,7 @@ class WrappedRun:
             self._end_phase(BACKWARD)
             self.streaming.restart(())
             self._is_unsettled = False
+            self._book_gradients_at_home()
             self._settle_gradients()
             self._rest()
         finally:
@@ -494,13 +497,14 @@ class WrappedRun:
             activations_back_nbytes=self.activations.back_nbytes,
             num_unleased=self.streaming.num_unleased,
             num_plans=self.num_plans,
-            is_watching=self.is_watching or self._is_closed,
+            sees_passes=self._saw_passes if self._is_closed else self._hooks.sees_passes,
             executor=dict(executor),
         )
 
     def explain(self) -> str:
         """Where each chunk is, why, and what that costs or saves per iteration, as text."""
-        return "\n".join([str(self.plan), *(f"  {line}" for line in self._planner.explain())])
+        lines = self._explanation if self._is_closed else self._planner.explain()
+        return "\n".join([str(self.plan), *(f"  {line}" for line in lines)])
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write the last passes and transfers as a Chrome trace, which opens in Perfetto. Raises ConfigError when there
@@ -517,7 +521,8 @@ class WrappedRun:
             return
         if torch._C._current_graph_task_id() != -1 or not self._hooks.turn.is_free(PATIENCE_S):
             raise HeteroError("the model is in the middle of a pass: close the run after it")
-        self._plan = self.plan  # as it was before the weights come home
+        # As they were before the weights come home.
+        self._plan, self._explanation, self._saw_passes = self.plan, self._planner.explain(), self._hooks.sees_passes
         self._is_closed = True
         if self in _live:
             _live.remove(self)

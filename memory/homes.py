@@ -70,7 +70,7 @@ class Homes:
             return "gpu" if self._device.has_gpu_tier else "cpu"
         return str(place.value)
 
-    def stays(self, chunk: WeightChunk) -> bool:
+    def is_watched(self, chunk: WeightChunk) -> bool:
         """Whether a home cannot move now, Note [homes that stay]."""
         return chunk.is_elsewhere or self._onlookers.is_watched(chunk)
 
@@ -88,7 +88,7 @@ class Homes:
             return
         chunk.adopt()
         before = chunk.place
-        if self.stays(chunk):
+        if self.is_watched(chunk):
             return
         if place is not Place.DISK:
             self._ledger.take(self.tier_of(place), WEIGHTS, chunk.nbytes)

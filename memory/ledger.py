@@ -43,14 +43,14 @@ class Ledger:
         limits: Mapping[str, int],
         *,
         observer: Callable[[Ledger, LedgerEvent], None] | None = None,
-        remedy: Callable[[str, str, int], str] | None = None,
     ) -> None:
         """`observer` is called under the lock after every event, on the thread that caused it. It may read this
         ledger; what it raises reaches the caller of `take` or `give`, with the event booked. `remedy(tier, holder,
-        short_nbytes)` says, in sentences, what to do where a budget is full."""
+        short_nbytes)` is called likewise, and says in sentences what to do where a budget is full."""
         self._tiers = {tier: _Tier(limit) for tier, limit in limits.items()}
         self._notes: dict[str, int] = {}
-        self._observer, self._remedy = observer, remedy or _raise_the_budget
+        self._observer = observer
+        self.remedy: Callable[[str, str, int], str] = _raise_the_budget
         self._lock = threading.RLock()
 
     def take(self, tier: str, holder: str, nbytes: int) -> None:
@@ -150,7 +150,7 @@ class Ledger:
         owner = f"the largest holder is {largest!r} with {format_size(held)}" if largest else "nothing is held yet"
         return OutOfMemoryError(
             f"the {tier} budget is full: {holder!r} asks for {format_size(nbytes)}, and {format_size(free)} of "
-            f"{format_size(account.limit_nbytes)} are free ({owner}). {self._remedy(tier, holder, nbytes - free)}",
+            f"{format_size(account.limit_nbytes)} are free ({owner}). {self.remedy(tier, holder, nbytes - free)}",
             tier=tier,
             requested_nbytes=nbytes,
             free_nbytes=free,

@@ -1,7 +1,7 @@
 """Plan a phase: trace + budgets + measured links -> residents, rings, schedule and what to expect. No torch.
 
 Note [ring sizes]
-    Residents is chosen for the least traffic (`placement`). A ring that holds one moment only cannot overlap the next
+    Residents are chosen for the least traffic (`placement`). A ring that holds one moment only cannot overlap the next
     transfer with compute; a larger one can, and costs residents. So the traffic-optimal choice and some with larger
     rings are simulated, and the fastest is taken; among those within TOLERANCE of it the one with the least traffic,
     then with the smallest rings. The search ends early when a candidate reaches the bound of the least traffic, which
@@ -86,7 +86,7 @@ def _needed_first(trace: Trace) -> set[int]:
 
 
 def _candidates(chunks: Sequence[ChunkSpec], trace: Trace, budgets: Budgets, links: Links) -> list[Plan]:
-    """Plans of the least traffic and with larger rings, the fastest of which is worth taking."""
+    """Plans of the least traffic and with larger rings, the fastest of which is worth taking. Raises BudgetError."""
     workload = Workload(chunks, trace)
     workload.check(budgets)
     placement = Placement(workload, budgets)

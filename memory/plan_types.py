@@ -144,11 +144,13 @@ class BudgetError(ConfigError):
 
 
 class Use(NamedTuple):
-    """One stay of a streamed chunk in the first tier's ring: from before `first_moment` to the end of `last_moment`."""
+    """One stay of a streamed chunk in the first tier's ring: from before `first_moment` to the end of `last_moment`,
+    of which `num_moments` use it."""
 
     chunk_id: int
     first_moment: int
     last_moment: int
+    num_moments: int
 
 
 def uses_of(
@@ -157,7 +159,7 @@ def uses_of(
     """Turn the chunk ids of a pass's moments into stays, in the order they enter the ring.
 
     A chunk stays while successive moments that stream anything use it; moments that use residents only do not end a
-    stay, those in `starts` end all. The executor's `stays_of` follows the same rule.
+    stay, those in `starts` end all.
     """
     stays: list[list[int]] = []
     previous: dict[int, list[int]] = {}
@@ -170,9 +172,10 @@ def uses_of(
                 continue
             stay = previous.get(chunk_id)
             if stay is None:
-                stay = [chunk_id, position, position]
+                stay = [chunk_id, position, position, 0]
                 stays.append(stay)
             stay[2] = position
+            stay[3] += 1
             current[chunk_id] = stay
         if current:
             previous = current

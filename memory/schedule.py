@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from hetero.memory.plan_types import uses_of
+
 
 @dataclass(frozen=True, slots=True)
 class Stay:
@@ -15,7 +17,7 @@ class Stay:
 
 
 class Schedule:
-    """Runs of one pass; index i is pass `i // len`, position `i % len`."""
+    """Stays of one pass; index i is pass `i // len`, position `i % len`."""
 
     def __init__(self, stays: Iterable[Stay]) -> None:
         self._stays = tuple(stays)
@@ -46,19 +48,4 @@ class Schedule:
 
 def stays_of(moments: Iterable[Sequence[int]], streamed: Collection[int]) -> list[Stay]:
     """Turn the chunk ids that each moment of a pass uses into stays of streamed chunks."""
-    stays: list[list[int]] = []
-    previous: dict[int, list[int]] = {}
-    for chunk_ids in moments:
-        current: dict[int, list[int]] = {}
-        for chunk_id in chunk_ids:
-            if chunk_id not in streamed or chunk_id in current:
-                continue
-            stay = previous.get(chunk_id)
-            if stay is None:
-                stay = [chunk_id, 0]
-                stays.append(stay)
-            stay[1] += 1
-            current[chunk_id] = stay
-        if current:
-            previous = current
-    return [Stay(chunk_id, num_uses) for chunk_id, num_uses in stays]
+    return [Stay(use.chunk_id, use.num_moments) for use in uses_of(moments, frozenset(streamed))]

@@ -94,9 +94,15 @@ def format_size(nbytes: int) -> str:
 def format_need(nbytes: int) -> str:
     """Return a size for people that is never less than `nbytes`, in whole KiB at least."""
     for unit in ("TiB", "GiB", "MiB"):
-        if abs(nbytes) >= _UNITS[unit]:
+        if nbytes >= _UNITS[unit]:
             return f"{-(-nbytes * 10 // _UNITS[unit]) / 10:.1f} {unit}"
     return f"{-(-nbytes // _UNITS['KiB'])} KiB"
+
+
+def format_time(time_s: float) -> str:
+    """Write a time with three digits: 0.0123 -> "12.3 ms", 2.5 -> "2.50 s", 0.00005 -> "0.05 ms"."""
+    unit, value = ("s", time_s) if time_s >= 0.9995 else ("ms", time_s * 1e3)
+    return f"{value:.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f} {unit}"
 
 
 def parse_max_memory(max_memory: dict[Any, int | str]) -> tuple[int | str, int | str]:

@@ -21,6 +21,10 @@ class _Moment(NamedTuple):
     start_s: float
     end_s: float
 
+    @property
+    def request(self) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+        return self.name, self.chunk_ids, self.around
+
 
 _Pass = list[_Moment]
 
@@ -91,7 +95,7 @@ class Recorder:
         if not passes:
             return None
         last = passes[-1]
-        alike = [p for p in passes if [m[:3] for m in p] == [m[:3] for m in last]]
+        alike = [p for p in passes if [m.request for m in p] == [m.request for m in last]]
         moments = (
             Moment(m.name, tuple(dict.fromkeys(m.chunk_ids + m.around)), min(p[i].end_s - p[i].start_s for p in alike))
             for i, m in enumerate(last)

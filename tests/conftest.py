@@ -86,7 +86,8 @@ class _Resources:
 
     def __init__(self) -> None:
         process = psutil.Process()
-        self._threads = {thread.ident: thread.name for thread in threading.enumerate()}
+        known = [thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)]
+        self._threads = {thread.ident: thread.name for thread in known}  # torch's own are dummies once they log
         self._children = {child.pid for child in process.children()}
         self._files = Counter(_open_files())
 

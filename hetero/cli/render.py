@@ -12,6 +12,8 @@ from rich.logging import RichHandler
 from rich.table import Table
 from rich.text import Text
 
+from hetero.memory.sizes import format_time
+
 if TYPE_CHECKING:
     from hetero.cli.doctor import Check
     from hetero.report.schema import PhasePlan, PlanDict, StatsDict, TierPlan
@@ -48,12 +50,6 @@ def format_nbytes(nbytes: float) -> str:
 def format_rate(bytes_per_s: float) -> str:
     """Write a bandwidth with one decimal in decimal units, as disks and links are sold: 3.9e9 -> "3.9 GB/s"."""
     return _scaled(bytes_per_s, 1000, _DECIMAL_UNITS)
-
-
-def format_time(time_s: float) -> str:
-    """Write a time with three digits: 0.0123 -> "12.3 ms", 2.5 -> "2.50 s"."""
-    unit, value = ("s", time_s) if time_s >= 0.9995 else ("ms", time_s * 1e3)
-    return f"{value:.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f} {unit}"
 
 
 def _scaled(value: float, step: int, units: tuple[str, ...]) -> str:

@@ -78,7 +78,7 @@ class TierUse:
 @dataclass(frozen=True, slots=True)
 class WrapStats:
     """What happened so far. `num_unleased`: how often a module computed on its home because the ring had no room.
-    `is_watching` False: all weights are where they are computed on, so no hook runs, and passes are not counted."""
+    `sees_passes` False: all weights are where they are computed on, so passes are plain and not counted."""
 
     passes: dict[str, int]
     tiers: dict[str, TierUse]
@@ -90,7 +90,7 @@ class WrapStats:
     activations_back_nbytes: int
     num_unleased: int
     num_plans: int
-    is_watching: bool
+    sees_passes: bool
     executor: dict[str, float]
 
     def to_dict(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class WrapStats:
 
     def __str__(self) -> str:
         passes = ", ".join(f"{count} {name}" for name, count in self.passes.items() if count)
-        since = "" if self.is_watching else "; since then all weights are in place and passes run unseen"
+        since = "" if self.sees_passes else "; since then all weights are in place and passes run unseen"
         lines = [f"passes: {passes or 'none'}; waited {self.wait_s:.2f} s for weights{since}"]
         for tier, use in self.tiers.items():
             lines.append(f"  {tier:<5} peak {format_size(use.peak_nbytes):>10} of {format_size(use.limit_nbytes)}")

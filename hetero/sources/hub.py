@@ -45,8 +45,10 @@ def locate(path_or_id: str | os.PathLike[str], *, revision: str | None, trust_re
         raise ConfigError(f"{text!r} does not exist; for hub ids install hetero[hf]") from error
     except (OSError, ValueError) as error:  # the hub client's errors derive from these
         from huggingface_hub.constants import HF_HUB_OFFLINE
+        from huggingface_hub.errors import LocalEntryNotFoundError
 
-        reason = "HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else first_line(error)
+        is_offline = HF_HUB_OFFLINE and isinstance(error, LocalEntryNotFoundError)
+        reason = "HF_HUB_OFFLINE is set" if is_offline else first_line(error)
         raise ConfigError(
             f"{text!r} is neither an existing path nor a model in the hub cache, and was not downloaded: {reason}"
         ) from error

@@ -24,6 +24,8 @@ from hetero.io.backends.base import Block
 from hetero.io.backends.faulty import Fault
 from hetero.io.errors import ConfigError, HeteroError, IOEngineError, OutOfMemoryError, UnsupportedError
 from hetero.memory.activations import Policy
+from hetero.memory.homes import Homes
+from hetero.memory.weights import Place, WeightChunk
 from hetero.planning import TooSmallError
 from hetero.wrapped import _live
 from tests.bad_days.rig import DEVICES, Disk
@@ -733,7 +735,7 @@ def test_the_least_for_training_that_an_error_names_trains(
         wrap(Net(), tmp_path, device, **tiny)
     forward, training = str(refused.value).split(", to train it ")
     needs = budgets_in(training)
-    first = max(needs)  # "gpu_memory" where there is one
+    first = "gpu_memory" if device == "emulated" else "cpu_memory"
     gradients_nbytes = needs[first] - budgets_in(forward.split("smallest that works")[1])[first]
     assert gradients_nbytes == sum(p.nbytes for p in Net().parameters())
     with wrap(Net(), tmp_path, device, **(needs | {first: needs[first] - 1})) as run:
@@ -763,3 +765,37 @@ def test_saved_activations_that_do_not_fit_are_an_error_with_the_ways_out(
     assert ('disk="FOLDER", where weights' in message) is not has_disk
     assert ('activations="auto"' in message) is (policy == "keep")
     assert "use a smaller batch." in message and "outside the model" not in message
+
+
+def test_a_plan_that_fails_half_way_to_keeping_the_largest_weight_leaves_a_run_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for it is that of the ring it passed through, which then cannot be had again at that size."""
+
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)), nn.Linear(64, 2048))
+
+    expected = make()(x())
+    model = make()
+    largest, small = 64 * 2048 * 4, 64 * 64 * 4
+    move, moved = Homes.move, list[str]()
+
+    def fail_after_the_largest(homes: Homes, chunk: WeightChunk, place: Place, **more: Any) -> None:
+        if moved:
+            raise OSError(errno.EIO, "the disk is gone")
+        move(homes, chunk, place, **more)
+        if chunk.nbytes == largest and place is Place.FIRST:
+            moved.append(chunk.name)
+
+    budget = (2 << 20) + (12 << 10) + largest + 3 * small
+    with hetero.wrap(model, device="cpu", cpu_memory=budget, disk=tmp_path) as run, torch.no_grad():
+        assert torch.equal(model(x()), expected)
+        with monkeypatch.context() as patch:
+            patch.setattr(Homes, "move", fail_after_the_largest)
+            with pytest.raises(OSError, match="the disk is gone"):
+                model(x())
+        assert moved
+        for _ in range(3):
+            assert torch.equal(model(x()), expected)
+        assert run.stats().tiers["cpu"].peak_nbytes <= budget and run.plan.num_streamed > 0

@@ -75,7 +75,7 @@ def test_what_was_kept_before_the_wrap_stays_an_alias_all_along(device: str, how
         mine[0].mul_(0.5)
         theirs[0].mul_(0.5)
         assert_same(train(model, 2), train(plain, 2))
-        kept = {c.name for c in run.streaming.staying()}
+        kept = {c.name for c in run.streaming.watched()}
         assert kept == {f"blocks.{i}.{part}.weight" for i in (1, 2, 3) for part in ("up", "down")}
         told = [line for line in run.explain().splitlines() if "kept in cpu by tensors outside the model" in line]
         assert len(told) == len(kept)
@@ -99,7 +99,7 @@ def test_what_is_kept_in_a_run_stays_an_alias_and_is_let_go(device: str, num_ste
         del mine
         run._is_due = True
         assert_same(train(model, 2), train(plain, 2))
-        assert not run.streaming.staying()
+        assert not run.streaming.watched()
         assert_ledger_is_true(run)
 
 
@@ -117,7 +117,7 @@ def test_room_is_made_with_what_nobody_keeps(device: str, tmp_path: Path) -> Non
         with torch.enable_grad():
             assert_same(train(model, 3), train(plain, 3))
         assert_same(mine, theirs)
-        assert run.streaming.homes.stays(run.streaming.chunks[0])
+        assert run.streaming.homes.is_watched(run.streaming.chunks[0])
         assert run.stats().tiers[first.split("_")[0]].peak_nbytes <= budgets[first]
 
 
@@ -228,7 +228,7 @@ def test_what_training_keeps_beside_a_model_pins_nothing(device: str, kind: str,
     with hetero.wrap(model, device=device, disk=tmp_path, **budgets) as run:
 
         def see() -> None:
-            assert [c.name for c in run.streaming.chunks if run.streaming.homes.stays(c)] == []
+            assert [c.name for c in run.streaming.chunks if run.streaming.homes.is_watched(c)] == []
 
         see()
         torch.manual_seed(1)
@@ -241,9 +241,9 @@ def test_one_look_at_a_flat_buffer_keeps_all_of_it(device: str, tmp_path: Path) 
     budgets = roomy(model, device, tmp_path, model)
     bias = model.blocks[2].up.bias.detach()
     with hetero.wrap(model, device=device, disk=tmp_path, **budgets) as run:
-        assert len(run.streaming.staying()) == len(run.streaming.chunks)
+        assert len(run.streaming.watched()) == len(run.streaming.chunks)
         del bias
-        assert run.streaming.staying() == []
+        assert run.streaming.watched() == []
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -258,7 +258,7 @@ def test_a_model_from_pretrained_is_free_to_move(device: str, family: str, tmp_p
     budgets: dict[str, Any] = tight_budgets(model, device, scratch, trains=False)
     with torch.no_grad(), hetero.wrap(model, device=device, disk=scratch, **budgets) as run:
         for _ in range(3):
-            assert [c.name for c in run.streaming.chunks if run.streaming.homes.stays(c)] == []
+            assert [c.name for c in run.streaming.chunks if run.streaming.homes.is_watched(c)] == []
             assert_same(model(input_ids=ids).logits, plain(input_ids=ids).logits)
         assert_streamed(run)
 
@@ -269,5 +269,5 @@ def test_a_copy_pins_nothing_nor_a_graph_that_has_ended(device: str, tmp_path: P
         twin, state = deepcopy(model), {name: p.clone() for name, p in model.state_dict().items()}
         loss = model(batch(0)[0]).square().mean()
         backward(loss)
-        assert [c.name for c in run.streaming.chunks if run.streaming.homes.stays(c)] == []
+        assert [c.name for c in run.streaming.chunks if run.streaming.homes.is_watched(c)] == []
         del twin, state

@@ -27,3 +27,13 @@ def test_the_least_budget_works_at_any_time(
     for seed in range(NUM_CLOCKS):
         monkeypatch.setattr(trace, "perf_counter", Clock(seed))
         check_training(reference, Budget("emulated", None, spills=True), tmp_path)
+
+
+def test_clocks_change_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leaks: None) -> None:
+    """Else they would show nothing."""
+    reference, placements = Reference(CASES["transformer"], DEVICE), set()
+    for seed in range(NUM_CLOCKS):
+        monkeypatch.setattr(trace, "perf_counter", Clock(seed))
+        run = check_training(reference, Budget("emulated", 0.6), tmp_path)
+        placements.add(run.explain().partition("outside the budgets")[2])
+    assert len(placements) > 1

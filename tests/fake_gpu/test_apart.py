@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import hetero
 from hetero.copies import COPIES
 from hetero.memory import trace
+from hetero.memory.gradients import GRADIENTS
 from hetero.wrapped import WrappedRun
 from tests.exact.feature_rig import WIDTH, backward, batch, tower
 from tests.exact.test_wrap_hidden_writes import decay, writing
@@ -274,3 +276,48 @@ def test_a_run_closes_right_after_a_backward_that_raised(tmp_path: Path, no_leak
             with pytest.raises(RuntimeError, match="refused"):
                 backward(loss)
             del loss
+
+
+def test_gradients_of_weights_that_left_in_a_forward_are_booked_where_they_come_home(
+    tmp_path: Path, no_leaks: None
+) -> None:
+    model = tower()
+    weights = sum(p.nbytes for p in model.parameters())
+    with hetero.wrap(
+        model,
+        device="emulated",
+        gpu_memory=weights * 7 // 4 + (128 << 10),
+        cpu_memory=(2 << 20) + 4 * weights,
+        disk=tmp_path,
+    ) as run:
+        num_streamed = []
+        for num_rows in (8, 8, 256, 256, 8):  # activations of many rows send weights away
+            model.zero_grad()
+            backward(model(batch(0, num_rows)[0].to(DEVICE)).square().mean())
+            away = [view.parameter for chunk in run.streaming.streamed for view in chunk.views]
+            at_home = sum(p.grad.nbytes for p in away if p.grad is not None)
+            assert all(p.grad is not None and p.grad.device.type == "cpu" for p in away)
+            assert run.ledger.held("cpu", GRADIENTS) == at_home
+            num_streamed.append(len(away))
+        assert 0 < num_streamed[1] < num_streamed[2]
+
+
+def test_torchs_own_thread_is_known_also_when_python_has_a_name_for_it(tmp_path: Path, no_leaks: None) -> None:
+    """Whoever logs, or asks for the current thread, makes it a thread of Python's for good."""
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Sloping(use_reentrant=True) for _ in range(3)))
+
+    def session(model: Any) -> list[Tensor]:
+        seen = []
+        for step in range(NUM_STEPS):
+            x = on_device(step).requires_grad_()
+            y = model(x)
+            y.register_hook(lambda gradient: threading.current_thread() and None)
+            backward(y.square().mean())
+            with torch.no_grad():
+                seen += [x.grad, model(on_device(step))]
+        return seen
+
+    check(make, session, 0.4, tmp_path)

@@ -416,7 +416,7 @@ def test_plans_that_know_of_starts_are_faster_than_those_that_do_not() -> None:
         first = ignorant.cpu_resident
         stays = uses_of((m.chunk_ids for m in trace.moments), streamed_chunks(chunks, trace, first), trace.starts)
         same = replace(ignorant, schedule=tuple(use.chunk_id for use in stays))
-        knowing_s += knowing.prediction.time_s
-        ignorant_s += simulate(same, chunks, trace, links(gpu=False), num_passes=2).pass_s
-        assert knowing_s <= ignorant_s * 1.05
+        same_s = simulate(same, chunks, trace, links(gpu=False), num_passes=2).pass_s
+        knowing_s, ignorant_s = knowing_s + knowing.prediction.time_s, ignorant_s + same_s
+        assert knowing.prediction.time_s <= same_s * 1.1  # the candidates of either are not all plans
     assert knowing_s < 0.99 * ignorant_s

@@ -230,7 +230,7 @@ def test_the_timeline_is_that_of_the_rules() -> None:
     moments=st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True), max_size=12),
     streamed=st.frozensets(st.integers(0, 5)),
 )
-def test_stays_are_the_executors_runs(moments: list[list[int]], streamed: frozenset[int]) -> None:
+def test_uses_are_the_executors_stays(moments: list[list[int]], streamed: frozenset[int]) -> None:
     uses = uses_of(moments, streamed)
     assert [use.chunk_id for use in uses] == [stay.chunk_id for stay in stays_of(moments, streamed)]
     nums = [sum(use.chunk_id in ids for ids in moments[use.first_moment : use.last_moment + 1]) for use in uses]
