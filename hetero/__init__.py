@@ -19,6 +19,7 @@ _EXPORTS = {
     "Run": "hetero.run",
     "HeteroError": "hetero.io.errors",
     "ConfigError": "hetero.io.errors",
+    "TooSmallError": "hetero.planning",
     "UnsupportedError": "hetero.io.errors",
     "CheckpointError": "hetero.io.errors",
     "OutOfMemoryError": "hetero.io.errors",
@@ -37,4 +38,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_EXPORTS})
+    return sorted(__all__)

@@ -144,7 +144,7 @@ class IterationPlanner:
                 num_stays = sum(use.chunk_id == chunk.chunk_id for order in orders for use in uses_of(order, with_it))
             names = f" and {len(chunk.views) - 1} more" if len(chunk.views) > 1 else ""
             lines.append(f"{chunk.name}{names}: {format_size(chunk.nbytes)}, {self._reason(chunk, num_stays)}")
-        return lines
+        return [*lines, "buffers and smaller weights never move"]
 
     def _reason(self, chunk: WeightChunk, num_stays: int) -> str:
         placing, links = self._placing, self._links

@@ -28,7 +28,7 @@ class Needs:
         activations: Policy,
         in_use: Callable[[], Collection[int]],
     ) -> None:
-        """`others_nbytes` never move; `in_use` tells the chunks that the running operation looks at."""
+        """`others_nbytes` never move; `in_use` tells the chunks that the pass under way looks at itself."""
         self._placing, self._ledger = placing, ledger
         self._bounce_nbytes, self._others_nbytes = bounce_nbytes, others_nbytes
         self._trainable_nbytes = trainable_nbytes
@@ -74,14 +74,23 @@ class Needs:
             needs,
         )
 
+    def note_on_training(self) -> str:
+        """A sentence for the plan before any training."""
+        needs = self.least(training=True)
+        lacks = [tier for tier, nbytes in needs.items() if nbytes > self._ledger.limit(tier)]
+        fits = f", which do not fit: it needs {_as_options(needs)} at least" if lacks else ""
+        return f"training adds {format_size(self._trainable_nbytes)} of gradients, and what autograd saves{fits}"
+
     def remedy(self, tier: str, holder: str, short_nbytes: int) -> str:
         """What to do when `holder` lacks bytes of a tier, in sentences."""
         ways = []
         is_full_below = tier == "cpu" or not self._ledger.can_take("cpu", short_nbytes)
-        can_go_to_disk = holder in (ACTIVATIONS, COPIES, GRADIENTS, RING, WEIGHTS)
-        if is_full_below and can_go_to_disk and not self._placing.homes.has_disk:
+        if is_full_below and holder in (ACTIVATIONS, COPIES, GRADIENTS, RING, WEIGHTS):
             what = "weights" if self._activations == "keep" else "weights and what autograd saves"
-            ways.append(f'give disk="FOLDER", where {what} can go')
+            if not self._placing.homes.has_disk:
+                ways.append(f'give disk="FOLDER", where {what} can go')
+            if tier == "gpu":
+                ways.append(f"raise cpu_memory, where {what} can go")
         ways.append(f"raise {tier}_memory by at least {format_need(short_nbytes)}")
         if holder == ACTIVATIONS:
             if self._activations == "keep":
@@ -92,19 +101,19 @@ class Needs:
         if holder == GRADIENTS:
             sentences.append(
                 f"Training keeps all gradients in memory ({format_size(self._trainable_nbytes)}): the smallest budgets "
-                f"for it are {_as_options(self.least(training=True))}, and what autograd saves comes on top."
+                f"for it are {_as_options(self.least(training=True))}, and what autograd saves comes on top. A forward "
+                "that is not trained needs none within torch.no_grad()."
             )
+        if holder in (ACTIVATIONS, GRADIENTS):
+            sentences.append(_HOW_MUCH)
         sentences.append(self._reason_for_kept(tier))
         return " ".join(sentences).rstrip()
 
     def _reason_for_kept(self, tier: str) -> str:
         """A sentence about the weights that cannot leave a tier; empty if there are none."""
         placing, in_use = self._placing, self._in_use()
-        kept = [
-            chunk
-            for chunk in placing.watched()
-            if placing.homes.tier_of(chunk.place) == tier and chunk.chunk_id not in in_use
-        ]
+        there = [chunk for chunk in placing.watched() if placing.homes.tier_of(chunk.place) == tier]
+        kept = [chunk for chunk in there if chunk.chunk_id not in in_use]
         if not kept:
             return ""
         return (
@@ -114,5 +123,8 @@ class Needs:
         )
 
 
+_HOW_MUCH = 'How much a step needs in all, print(run.stats()) says after one in budgets that hold it, such as "auto".'
+
+
 def _as_options(needs: dict[str, int]) -> str:
-    return ", ".join(f"{tier}_memory={nbytes}" for tier, nbytes in sorted(needs.items()))
+    return ", ".join(f"{tier}_memory={nbytes} ({format_need(nbytes)})" for tier, nbytes in sorted(needs.items()))

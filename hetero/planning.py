@@ -19,6 +19,7 @@ from hetero.memory.plan import make_plan, predict, smallest_budgets
 from hetero.memory.plan_types import BudgetError, Budgets, ChunkSpec, Links, Plan, Prediction, Trace
 from hetero.memory.residency import BLOCK_NBYTES
 from hetero.memory.simulate import simulate
+from hetero.memory.sizes import format_need
 from hetero.report.schema import PhasePlan, PlanDict, TierPlan
 from hetero.sources import Source
 
@@ -306,7 +307,7 @@ def _too_small(needs: dict[str, int], limits: MemoryLimits, wishes: Wishes) -> T
     for tier, nbytes in needs.items():
         if nbytes > has[tier]:
             lines.append(f"{tier}_memory is {has[tier]} bytes ({format_size(has[tier])}), it needs {nbytes}")
-    least = ", ".join(f"{tier}_memory={nbytes}" for tier, nbytes in sorted(needs.items()))
+    least = ", ".join(f"{tier}_memory={nbytes} ({format_need(nbytes)})" for tier, nbytes in sorted(needs.items()))
     return TooSmallError(
         f"the budgets are too small for this model with a context of {wishes.context} tokens: {'; '.join(lines)}. "
         f"The smallest that works is {least}; a shorter context or fewer prefill tokens need less",

@@ -65,7 +65,7 @@ class Run:
         self._pass_thread: int | None = None
         self._phase = ""
         self._expected_s = setup.decision.plan.prediction.time_s  # for a decode pass, before any was measured
-        self._fastest_decode_s = float("inf")
+        self._has_told = False  # that passes are slow
         self._is_closed = False
         try:
             self._build()
@@ -140,17 +140,16 @@ class Run:
             trace = self.recorder.trace("decode")
             assert trace is not None
             self.decision.measured(trace)
-            self._fastest_decode_s = min(self._fastest_decode_s, self.traffic.passes[-1].time_s)
-            if self.recorder.num_passes("decode") == NUM_PASSES_KEPT:
-                self._tell_if_slow()
+            self._tell_if_slow(self.traffic.passes[-1].time_s)
 
-    def _tell_if_slow(self) -> None:
-        """Say so if even the fastest of the first decode passes took many times what the machine promised."""
-        if self._fastest_decode_s > max(SLOW_S, SLOW_FACTOR * self._expected_s):
+    def _tell_if_slow(self, time_s: float) -> None:
+        """Say so, once, if one of the first decode passes takes many times what the machine promised."""
+        if time_s > max(SLOW_S, SLOW_FACTOR * self._expected_s) and not self._has_told:
+            self._has_told = True
             logger.warning(
                 "a token takes %s where %s was expected, perhaps because other programs are busy and torch's threads "
                 "wait for each other: then OMP_NUM_THREADS=1 or OMP_WAIT_POLICY=passive helps",
-                format_time(self._fastest_decode_s),
+                format_time(time_s),
                 format_time(self._expected_s),
             )
 
@@ -214,6 +213,8 @@ class Run:
         temperature 0 takes the likeliest token; otherwise the same seed gives the same text.
         """
         self._check_open()
+        if not isinstance(prompt, str):
+            raise ConfigError(f"prompt is a {type(prompt).__name__}, not text: answer one text after the other")
         return stream_text(self, prompt, max_tokens=max_tokens, temperature=temperature, seed=seed, chat=chat)
 
     def generate(self, prompt: str, **options: Any) -> str:

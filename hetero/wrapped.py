@@ -30,7 +30,6 @@ from hetero.memory.device import Device
 from hetero.memory.gradients import GRADIENTS, Gradients
 from hetero.memory.plan_types import Links
 from hetero.memory.schedule import Stay, stays_of
-from hetero.memory.sizes import format_size
 from hetero.memory.trace import Recorder
 from hetero.memory.weights import WeightChunk
 from hetero.needs import Needs
@@ -106,7 +105,7 @@ class WrappedRun:
         self._trainable_nbytes = _nbytes([p for p in model.parameters() if p.requires_grad])
         self._persistent: set[int] = set()
         self._hooks = PassHooks(model, self)
-        self._viewed: WeightChunk | None = None  # the last that a backward has asked for
+        self._watched: set[int] = set()  # chunks that tensors outside the model looked at when the last pass began
         self.ledger = Ledger(limits.ledger_limits() | ({"disk": store.nbytes} if store is not None else {}))
         self.ledger.note("interpreter and libraries", limits.baseline.total_nbytes)
         self.recorder = Recorder(None if device.torch_device.type == "cpu" else partial(_settle, device))
@@ -184,6 +183,7 @@ class WrappedRun:
             self._is_unsettled = True  # until the pass, and its backward, has ended
             self.activations.collect()
             self.streaming.adopt()
+            self._watched = {chunk.chunk_id for chunk in self.streaming.watched()}
             if self._gradients is not None:
                 self._gradients.watch()
             if has_grad:
@@ -238,9 +238,10 @@ class WrappedRun:
         return lease
 
     def _in_use(self) -> set[int]:
-        """Chunks that the running operation looks at."""
-        viewed = (self._viewed.chunk_id,) if self._viewed is not None and self._backward is not None else ()
-        return {*(self._around() if self._hooks.is_computing else ()), *viewed}
+        """Chunks that the pass under way, or its operations and graph, look at: nobody did when it began."""
+        if not self._is_unsettled:
+            return set()
+        return {chunk.chunk_id for chunk in self.streaming.chunks} - self._watched
 
     def _around(self) -> tuple[int, ...]:
         """Chunks of the modules that are under way, which stay where they are meanwhile."""
@@ -414,7 +415,6 @@ class WrappedRun:
         if self._is_closed:
             return make(chunk.base)
         self._hooks.turn.progress += 1
-        self._viewed = chunk
         self.recorder.request()
         tensor = self.streaming.view(chunk, make)
         self.recorder.grant(chunk.name, (chunk.chunk_id,))
@@ -474,8 +474,7 @@ class WrappedRun:
             return self._plan
         plan = self._planner.describe(None)
         if self._trainable_nbytes and not self.ledger.held(self.streaming.first, GRADIENTS):
-            note = f"training adds {format_size(self._trainable_nbytes)} of gradients, and what autograd saves"
-            plan = replace(plan, notes=[*plan.notes, note])
+            plan = replace(plan, notes=[*plan.notes, self._needs.note_on_training()])
         return plan
 
     def stats(self) -> WrapStats:

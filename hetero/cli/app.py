@@ -126,6 +126,8 @@ def generate(
     if as_json:
         _print_json({**asdict(answer), "stats": stats, "plan": plan_dict})
     else:
+        if answer.finish_reason == "length" and len(answer.tokens) < max_tokens:
+            typer.echo(f"stopped: the context of {context} tokens is full; raise --context", err=True)
         _print_stats(stats)
 
 
@@ -197,6 +199,9 @@ def _prepare(verbose: bool, log_level: str, offline: bool) -> None:
 
     if offline:
         os.environ["HF_HUB_OFFLINE"] = "1"
+    # Else threads that wait for each other in many small operations take the cores from those they wait for, and a busy
+    # machine is twenty times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     render.install_logging("debug" if verbose else log_level)
     report_missing_once()
 

@@ -28,7 +28,9 @@ def locate(path_or_id: str | os.PathLike[str], *, revision: str | None, trust_re
     text = os.fspath(path_or_id)
     if text and path.exists():  # Path("") is the current folder
         if path.is_file() and path.suffix not in _MODEL_FILES:
-            raise ConfigError(f"{text!r} is no model: give a checkpoint folder, a .gguf or .safetensors file")
+            raise ConfigError(
+                f"{text!r} is no model: give a checkpoint folder, a .gguf or .safetensors file, or a hub id"
+            )
         return path
     gguf = _GGUF_ID.fullmatch(text)
     if path.suffix in (".gguf", ".safetensors") and not gguf:

@@ -74,6 +74,8 @@ def test_the_plan_before_training_names_the_gradients(tmp_path: Path, no_leaks: 
         assert "training adds 1.0 MiB of gradients" in str(run.plan)
         model(torch.ones(1, 128)).sum().backward()
         assert "training adds" not in str(run.plan)
+    with wrap(tmp_path) as run:
+        assert "1.0 MiB of gradients, and what autograd saves, which do not fit: it needs cpu_memory=" in str(run.plan)
     with hetero.wrap(model.requires_grad_(False), device="cpu", disk=tmp_path) as run:
         assert "training adds" not in str(run.plan)
 
