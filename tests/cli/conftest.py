@@ -91,6 +91,7 @@ class FakeRun:
 
     texts: list[str] = field(default_factory=lambda: ["Blue", " light", "."])
     failure: BaseException | None = None
+    finish_reason: str = "stop"
     load_arguments: dict[str, Any] = field(default_factory=dict)
     stream_arguments: dict[str, Any] = field(default_factory=dict)
     traced: Path | None = None
@@ -114,7 +115,7 @@ class FakeRun:
         self.stream_arguments = {"prompt": prompt, **arguments}
         for index, text in enumerate(self.texts):
             last = index == len(self.texts) - 1 and self.failure is None
-            yield SimpleNamespace(text=text, token=100 + index, finish_reason="stop" if last else None)
+            yield SimpleNamespace(text=text, token=100 + index, finish_reason=self.finish_reason if last else None)
         if self.failure is not None:
             raise self.failure
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -211,3 +212,26 @@ def test_a_real_interrupt_stops_a_running_command() -> None:
     assert stdout == "\n"
     assert stderr.splitlines()[-1] == "closed"
     assert "3 generation tokens" in stderr
+
+
+def test_threads_spin_briefly_unless_the_user_says_how(
+    hetero_command: Callable[..., Any], run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for policy in ("passive", None):
+        monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+        if policy is not None:
+            monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+        hetero_command("generate", "m", "-p", "Hi")
+        assert ("GOMP_SPINCOUNT" in os.environ) is (policy is None)
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    hetero_command("generate", "m", "-p", "Hi")
+    assert os.environ["GOMP_SPINCOUNT"] == "7"
+
+
+def test_a_full_context_is_told(hetero_command: Callable[..., Any], run: Any) -> None:
+    run.finish_reason = "length"
+    outcome = hetero_command("generate", "m", "-p", "Hi", "-n", "9", "-c", "64")
+    assert "stopped: the context of 64 tokens is full; raise --context\n" in outcome.stderr
+    outcome = hetero_command("generate", "m", "-p", "Hi", "-n", "3", "-c", "64")
+    assert "stopped" not in outcome.stderr
