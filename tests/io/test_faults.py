@@ -502,7 +502,7 @@ def _lane_threads() -> list[str]:
     for task in os.listdir("/proc/self/task"):
         try:
             name = Path(f"/proc/self/task/{task}/comm").read_text().strip()
-        except FileNotFoundError:
+        except OSError:
             continue
         if name == "hetero-io-ring":
             names.append(name)
