@@ -76,7 +76,18 @@ class Gradients:
             self._follow(optimizer)
 
     def settle(self) -> None:
-        """Make `p.grad` the whole gradient, on the device of p's home. One whose weight is leased waits for its end."""
+        """Make `p.grad` the whole gradient, on the device of p's home. One whose weight is leased waits for its end.
+
+        Between passes. What a backward that raised has set aside is dropped where the user has set `p.grad` to None
+        since.
+        """
+        for key, parameter in self._parameters.items():
+            if parameter.grad is None and parameter.device == self._home_of(parameter):
+                self._parts.pop(key, None)
+                self._earlier.pop(key, None)
+        self._settle_all()
+
+    def _settle_all(self) -> None:
         self._backwards.clear()
         for key, parameter in self._parameters.items():
             if key in self._parts or key in self._earlier or parameter.grad is not None:
@@ -111,7 +122,7 @@ class Gradients:
         task = torch._C._current_graph_task_id()
         if task not in self._backwards and task != -1:
             self._backwards.add(task)
-            torch.autograd.Variable._execution_engine.queue_callback(self.settle)
+            torch.autograd.Variable._execution_engine.queue_callback(self._settle_all)
         there = parameter.grad
         is_first = key not in self._parts
         if is_first:

@@ -321,3 +321,35 @@ def test_torchs_own_thread_is_known_also_when_python_has_a_name_for_it(tmp_path:
         return seen
 
     check(make, session, 0.4, tmp_path)
+
+
+class Raises(torch.autograd.Function):
+    """Its backward does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise ZeroDivisionError("in a backward")
+
+
+@pytest.mark.parametrize("drops", [True, False], ids=["dropped", "kept"])
+def test_what_a_backward_that_raises_has_made_is_the_users_to_keep_or_drop(
+    drops: bool, tmp_path: Path, no_leaks: None
+) -> None:
+    def session(model: Any) -> list[Tensor]:
+        seen: list[Tensor] = []
+        for step in range(NUM_STEPS):
+            backward(model(on_device(step)).square().mean())
+            with pytest.raises(ZeroDivisionError):
+                raising: Any = Raises.apply(on_device(9).requires_grad_())  # type: ignore[no-untyped-call]
+                backward(model(raising).square().mean())
+            if drops:
+                model.zero_grad()
+            backward(model(on_device(step)).square().mean())
+            seen += [p.grad.clone() for p in model.parameters()]
+        return seen
+
+    check(tower, session, 1.6, tmp_path)
