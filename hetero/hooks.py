@@ -116,7 +116,7 @@ class PassHooks:
     def _before(self, module: nn.Module, args: Any) -> None:
         if not _is_transformed():  # first: torch.compile traces this line, and nothing after it
             with unseen():
-                self._begin(module, sys._getframe(1))
+                self._begin(module, _call_of(sys._getframe(1)))
 
     def _begin(self, module: nn.Module, frame: FrameType) -> None:
         if self._members.get(id(module)) is not module:
@@ -178,10 +178,16 @@ class _Watch:
     def __call__(self, module: nn.Module, args: Any) -> None:
         if not _is_transformed() and torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
             self._hooks.remove()
-            self._hooks.start(sys._getframe(1))
+            self._hooks.start(_call_of(sys._getframe(1)))
 
     def __reduce__(self) -> Any:
         return getattr, (nullcontext(), "__exit__")  # takes anything, does nothing, and needs no hetero to be loaded
+
+
+def _call_of(frame: FrameType) -> FrameType:
+    """The frame that lasts until the hooks of a module's forward have run: torch runs the forward in one of its own,
+    and calls hooks after an error when that has ended."""
+    return frame.f_back if frame.f_code.co_name == "inner" and frame.f_back is not None else frame
 
 
 def _is_over(frame: FrameType | None) -> bool:

@@ -353,3 +353,36 @@ def test_what_a_backward_that_raises_has_made_is_the_users_to_keep_or_drop(
         return seen
 
     check(tower, session, 1.6, tmp_path)
+
+
+class Twice(nn.Module):
+    """Calls a layer twice, each time to be computed again, which stops as soon as the last saved tensor is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.layer, checkpoint(self.layer, x, use_reentrant=False), use_reentrant=False)
+
+
+@pytest.mark.parametrize("share", [1.2, 2.1])
+def test_a_recomputation_that_stops_early_ends_its_lease(share: float, tmp_path: Path, no_leaks: None) -> None:
+    def make() -> Any:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Twice() for _ in range(4)))
+
+    def session(model: Any) -> list[Tensor]:
+        seen: list[Tensor] = []
+        for step in range(NUM_STEPS):
+            backward(model(on_device(step).requires_grad_()).square().mean())
+            seen += [p.grad.clone() for p in model.parameters()]
+        return seen
+
+    model = make()
+    with wrapped(model, share, tmp_path) as run:
+        session(model)
+        assert not [chunk.name for chunk in run.streaming.chunks if chunk.num_open]
+    expected, again = session(make().to(DEVICE)), make()
+    with wrapped(again, share, tmp_path):
+        assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(session(again), expected, strict=True))
